@@ -1,0 +1,34 @@
+/* Settings: one table (flags.def) makes the struct, the reader, the environment twins and --help.
+ * Order: default, then TANDEM_<NAME> in the environment, then --name value or --name=value. Unknown flags, values out of
+ * bounds and contradictions stop the daemon with a message that names the flag. */
+#ifndef TD_CONFIG_CONFIG_H
+#define TD_CONFIG_CONFIG_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "common/base/status.h"
+
+enum td_daemon { TD_ROUTER = 1, TD_PREFILL = 2, TD_DECODE = 4, TD_WORKERS = TD_PREFILL | TD_DECODE, TD_ALL = 7 };
+
+typedef uint32_t td_flag_u32;
+typedef uint64_t td_flag_u64;
+typedef uint32_t td_flag_ms;
+typedef bool td_flag_bool;
+typedef char td_flag_str[256];
+typedef uint64_t td_flag_bytes; /* 64M, 2G */
+
+struct td_config {
+    enum td_daemon daemon;
+#define X(type, name, def, min, max, daemons, help) td_flag_##type name;
+#include "common/config/flags.def"
+#undef X
+};
+
+enum td_config_result { TD_CONFIG_RUN, TD_CONFIG_EXIT_OK /* --help, --version */, TD_CONFIG_EXIT_BAD };
+/* Prints help or the error itself. */
+enum td_config_result td_config_load(struct td_config *c, enum td_daemon d, int argc, char **argv);
+/* The same without printing. err names the flag. */
+enum td_status td_config_parse(struct td_config *c, enum td_daemon d, int argc, char **argv, char **env, struct td_err *err);
+
+#endif

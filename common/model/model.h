@@ -1,0 +1,45 @@
+/* The model on one page: configuration, weights, shapes. Source: a Hugging Face gpt-oss directory as released.
+ * Legend: H hidden, I expert width, E experts, V vocabulary rows, Nq/Nkv heads, D head size. */
+#ifndef TD_MODEL_MODEL_H
+#define TD_MODEL_MODEL_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "common/base/status.h"
+#include "kernels/kv_layout.h"
+
+#define TD_MAX_LAYERS 128u
+#define TD_MAX_EOS 8u
+
+struct td_model_config {
+    char name[128];               /* directory's name unless told otherwise */
+    uint32_t n_layers, hidden, intermediate, n_experts, top_k;
+    uint32_t n_heads, n_kv_heads, head_dim, vocab, max_context, window;
+    bool is_sliding[TD_MAX_LAYERS];
+    uint32_t layer_in_group[TD_MAX_LAYERS]; /* index among the layers of its kind */
+    uint32_t n_group_layers[TD_KV_N_GROUPS];
+    float rms_eps, swiglu_limit, swiglu_alpha;
+    double rope_theta, rope_factor, rope_beta_fast, rope_beta_slow, rope_attention_factor; /* attention_factor 0: from factor */
+    uint32_t rope_original_context;
+    bool rope_truncate;
+    uint32_t eos_ids[TD_MAX_EOS], n_eos;
+    bool is_mxfp4;                /* experts as stored */
+};
+
+/* config.json and generation_config.json of dir; every field checked, errors name file and field. */
+enum td_status td_model_config_load(const char *dir, struct td_model_config *out, struct td_err *err);
+
+struct td_model;                  /* config + weights packed for the backend */
+struct td_model_options {
+    bool use_dummy_weights;       /* --load-format dummy: seeded, routes evenly */
+    uint64_t dummy_seed;
+    uint32_t tp, rank;            /* this process holds all ranks of a group; 1, 0 for now */
+};
+enum td_status td_model_load(const char *dir, const struct td_model_options *o, struct td_model **out, struct td_err *err);
+void td_model_destroy(struct td_model *m);
+const struct td_model_config *td_model_config_of(const struct td_model *m);
+const char *td_model_fingerprint(const struct td_model *m); /* 32 hex digits; equal where config, tensors and contents are */
+uint64_t td_model_weight_bytes(const struct td_model *m);
+
+#endif
