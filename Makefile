@@ -107,5 +107,122 @@ unit: $(if $(ONLY),$(foreach t,$(UNIT_BIN),$(if $(findstring $(ONLY),$(t)),$(t))
 	@fail=0; for t in $(UNIT_SELECTED); do \
 	   echo "== $$t"; $$t || fail=1; done; exit $$fail
 
+
+# ---- fuzz targets: tests/fuzz/X_fuzz.c, one LLVMFuzzerTestOneInput each, built with clang in a tree of its own ---------------
+FUZZ_SECONDS ?= 60
+FUZZ_SRC   := $(wildcard tests/fuzz/*_fuzz.c)
+FUZZ_BIN   := $(FUZZ_SRC:tests/fuzz/%.c=$(BUILD)/fuzz/%)
+$(BUILD)/fuzz/%: $(BUILD)/obj/tests/fuzz/%.o $(call link_libs,$(LAYERS))
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) -fsanitize=fuzzer -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
+.PHONY: fuzz fuzz-build fuzz-run
+fuzz-build: $(FUZZ_BIN)
+fuzz-run: fuzz-build
+	@for f in $(FUZZ_BIN); do n=$$(basename $$f); mkdir -p $(BUILD)/corpus/$$n; echo "== $$n for $(FUZZ_SECONDS) s"; \
+	   seeds=tests/fuzz/corpus/$$n; [ -d $$seeds ] || seeds=; \
+	   $$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=2048 -verbosity=0 -print_final_stats=1 \
+	       -artifact_prefix=$(BUILD)/fuzz/$$n- $(BUILD)/corpus/$$n $$seeds || exit 1; done
+fuzz:
+	$(MAKE) CC=clang BUILD=build/fuzz OPT=-O1 SAN=address,undefined,fuzzer-no-link fuzz-run
+
+# ---- helper programs of the tests: tests/support/<name>/main.c ---------------------------------------------------------------
+SUPPORT_PROGS := $(patsubst tests/support/%/main.c,$(BUILD)/bin/%,$(wildcard tests/support/*/main.c))
+$(SUPPORT_PROGS): $(BUILD)/bin/%: $(BUILD)/obj/tests/support/%/main.o $(call link_libs,$(WORKER_LAYERS))
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
+BENCH_PROGS := $(patsubst tests/bench/%.c,$(BUILD)/bin/bench/%,$(wildcard tests/bench/*.c))
+$(BENCH_PROGS): $(BUILD)/bin/bench/%: $(BUILD)/obj/tests/bench/%.o $(call link_libs,$(WORKER_LAYERS))
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
+.PHONY: bench
+bench: $(BENCH_PROGS)   ## build the benchmark programs into build/bin/bench
+
+# ---- CUDA: the plug-in, where nvcc is ------------------------------------------------------------------------------------------
+CU_SRC     := $(wildcard kernels/cuda/*.cu)
+NVCCFLAGS  := -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a -Xcompiler -fPIC,-Wall -Werror all-warnings
+CUDA_HOME  := $(patsubst %/bin/nvcc,%,$(NVCC))
+ifneq ($(and $(NVCC),$(CU_SRC)),)
+all: $(BUILD)/lib/libtandem-cuda.so
+$(BUILD)/obj/%.cu.o: %.cu
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCCFLAGS) -I. -MMD -MP -c -o $@ $<
+$(BUILD)/lib/libtandem-cuda.so: $(CU_SRC:%=$(BUILD)/obj/%.o)
+	@mkdir -p $(@D)
+	$(NVCC) -shared -o $@ $^ -lcublasLt
+endif
+
+# ---- what people call -----------------------------------------------------------------------------------------------------------
+MODEL      ?= tests/tiny/tiny-model
+PROMPT     ?= What is 47 + 38?
+RUN_DIR    ?= $(BUILD)/run
+RUN_CTL    := $(BUILD)/bin/tandemctl
+VENV       := build/venv
+PYTEST     := $(VENV)/bin/python -m pytest
+
+.PHONY: help packages packages-test packages-dev run run-built serve serve-built test test-built lint e2e venv asan tsan clang format format-check tidy clean what
+help:           ## this list
+	@sed -n 's/^\([a-z][a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@echo "  CUDA=0 builds without CUDA; BUILD=dir, CC=clang, SAN=address,undefined choose another tree, compiler, sanitizer"
+
+what:           ## say which optional parts this machine has
+	@echo "CUDA: $(or $(NVCC),no)   UCX: $$($(PKG_CONFIG) --modversion ucx 2>/dev/null || echo no)   gRPC core: $$($(PKG_CONFIG) --modversion grpc 2>/dev/null || echo no)   compiler: $$($(CC) --version | head -1)"
+
+packages:
+	@deploy/install-packages build
+packages-test:
+	@deploy/install-packages build test
+packages-dev:
+	@deploy/install-packages build test dev
+
+run: packages   ## install what is missing, build, start a small cluster, ask a question (PROMPT='...')
+	@$(MAKE) --no-print-directory -j$$(nproc) all
+	@$(MAKE) --no-print-directory run-built
+run-built:
+	@BUILD=$(BUILD) RUN_DIR=$(RUN_DIR) MODEL='$(MODEL)' deploy/run-once '$(subst ','\'',$(PROMPT))'
+
+serve: packages ## the same cluster, kept up until Ctrl-C
+	@$(MAKE) --no-print-directory -j$$(nproc) all
+	@$(RUN_CTL) up --model '$(MODEL)' --run-dir $(RUN_DIR)
+
+test: packages-test ## lint, unit tests, end-to-end tests
+	@$(MAKE) --no-print-directory -j$$(nproc) what all unit-build $(SUPPORT_PROGS)
+	@$(MAKE) --no-print-directory test-built
+test-built: lint unit e2e
+
+lint:           ## layers, words
+	@python3 tests/lint/layers.py
+	@python3 tests/lint/words.py
+
+$(VENV)/.done: tests/requirements.txt
+	python3 -m venv $(VENV)
+	$(VENV)/bin/pip install -q --disable-pip-version-check -r tests/requirements.txt
+	@touch $@
+venv: $(VENV)/.done
+e2e: venv $(SUPPORT_PROGS) all ## end-to-end tests (pytest; ARGS='-k name')
+	BUILD=$(BUILD) $(PYTEST) -q tests/cluster tests/kernels $(ARGS)
+
+ASAN_ENV   := ASAN_OPTIONS=detect_leaks=1:abort_on_error=0:strict_string_checks=1 LSAN_OPTIONS=suppressions=$(CURDIR)/tests/support/lsan.supp:print_suppressions=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
+asan: packages-dev ## unit tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@$(ASAN_ENV) $(MAKE) BUILD=build/asan SAN=address,undefined OPT=-O1 -j$$(nproc) unit-build
+	@$(ASAN_ENV) $(MAKE) BUILD=build/asan SAN=address,undefined OPT=-O1 unit
+asan-e2e: packages-dev ## end-to-end tests with daemons under AddressSanitizer
+	@$(ASAN_ENV) $(MAKE) BUILD=build/asan SAN=address,undefined OPT=-O1 -j$$(nproc) e2e
+tsan: packages-dev ## unit tests under ThreadSanitizer
+	@TSAN_OPTIONS="suppressions=$(CURDIR)/tests/support/tsan.supp ignore_noninstrumented_modules=1 halt_on_error=1" \
+	   $(MAKE) CC=clang BUILD=build/tsan SAN=thread OPT=-O1 -j$$(nproc) unit
+clang: packages-dev ## everything once more with clang
+	@$(MAKE) CC=clang BUILD=build/clang -j$$(nproc) all unit-build
+
+SOURCES_C  = $(shell git ls-files '*.c' '*.h')
+format:         ## clang-format 14 over the tree
+	@clang-format-14 -i $(SOURCES_C)
+format-check:   ## is the tree formatted
+	@clang-format-14 --dry-run -Werror $(SOURCES_C)
+tidy: $(GEN_H)  ## clang-tidy 14 over the sources
+	@clang-tidy-14 --quiet $(filter-out tests/%,$(filter %.c,$(SOURCES_C))) -- $(CPPFLAGS) -std=c17
+
+clean:          ## remove build/
+	rm -rf build
+
 -include $(shell find $(BUILD)/obj -name '*.d' 2>/dev/null)
 .SECONDARY:
