@@ -30,13 +30,16 @@ struct td_rx_ports {
     /* The reservation failed without our asking (prefill worker lost, aborted, or broke the protocol). Its pages may still be
      * pinned; they go back on their own. The owner may forget the request, not the reservation. */
     void (*failed)(void *self, struct td_rx_reservation *r, enum td_status st, const char *why);
-    /* The reservation holds nothing any more; the storage may be freed. Last callback, exactly once; also after READY
-     * (at once, before ready is called). */
+    /* The reservation holds nothing any more and its storage goes when this returns. Last callback, exactly once; also after
+     * READY (right after ready returned). Not called once disowned. */
     void (*ended)(void *self, struct td_rx_reservation *r);
 };
 
 struct td_rx_options {
     uint64_t incarnation;                            /* ours */
+    const void *address;                             /* our transfer address: goes with `stop`, so that a sender that was never
+                                                      * told of us can answer; borrowed for rx's life. NULL: left out */
+    size_t n_address;
     struct td_kv_group_layout kv[TD_KV_N_GROUPS];
     uint32_t window_tokens;
     uint32_t n_ranks;
@@ -54,11 +57,14 @@ struct td_rx_target {
     const uint32_t *pages[TD_KV_N_GROUPS];
 };
 /* Pages for the KV of n_tokens prompt positions, of which the first cached_tokens are here already (not reserved, not sent).
- * prefill: the incarnation that will send. NO_PAGES: nothing reserved, r is not in use. holder: request id, copied. */
+ * prefill: the incarnation that will send. holder: request id, copied. out and the arrays of target_out stay until ended.
+ * NO_PAGES: nothing reserved. PEER_LOST: that incarnation is known dead. INVALID: no tokens, or all of them cached. */
 enum td_status td_rx_reserve(struct td_rx *rx, uint64_t prefill, uint32_t n_tokens, uint32_t cached_tokens,
                              const char *holder, void *owner, struct td_rx_reservation **out, struct td_rx_target *target_out);
 void *td_rx_owner(const struct td_rx_reservation *r);
-void td_rx_disown(struct td_rx_reservation *r); /* the owner goes away now; ended will not touch it (owner becomes NULL) */
+uint64_t td_rx_generation(const struct td_rx_reservation *r);
+/* The owner goes away now: no callback for r comes any more. Ends the reservation if that has not happened yet. */
+void td_rx_disown(struct td_rx_reservation *r);
 /* The owner wants no KV any more (cancel, deadline, finished by the first token). If the sender may still write, it is asked to
  * stop and pages stay pinned until it confirms. ended follows, maybe at once. */
 void td_rx_end(struct td_rx *rx, struct td_rx_reservation *r);
