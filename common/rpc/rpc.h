@@ -19,23 +19,28 @@ struct td_rpc_call;    /* one call, at either end */
 struct td_rpc_channel; /* connection to one address */
 
 /* What happens to a call. Unset callbacks are allowed except on_closed. The receiver of on_message borrows msg for the call
- * of the callback. */
+ * of the callback; all string fields of msg are valid UTF-8. After td_rpc_finish, td_rpc_abort or td_rpc_cancel only
+ * on_writable (never on an aborted call) and on_closed come. */
 struct td_rpc_handlers {
     void (*on_message)(struct td_rpc_call *c, const ProtobufCMessage *msg);
-    void (*on_half_close)(struct td_rpc_call *c); /* server: the client sends no more */
-    void (*on_writable)(struct td_rpc_call *c);   /* the queue of unsent messages fell to zero */
-    /* Server: status OK if we finished it, CANCELED if the client left or cancelled, DEADLINE if its deadline passed.
-     * Client: what the server said, or PEER_LOST, DEADLINE, CANCELED; text is the server's message, "" if none. The call
-     * object is freed after this returns. */
+    /* Server: the client sends no more. If it sent no message at all and this is unset, the call ends as INVALID. */
+    void (*on_half_close)(struct td_rpc_call *c);
+    void (*on_writable)(struct td_rpc_call *c); /* the queue of unsent messages fell to zero */
+    /* Server: status OK if we finished it (with whatever status), CANCELED if the client left or cancelled, DEADLINE if its
+     * deadline passed, the status of td_rpc_abort; INVALID or TOO_LARGE if rpc refused a message of the client.
+     * Client: what the server said, or PEER_LOST, DEADLINE, CANCELED, PROTOCOL (a reply cannot be decoded); text is the
+     * server's message, "" if none. The call object is freed after this returns. */
     void (*on_closed)(struct td_rpc_call *c, enum td_status st, const char *text);
 };
 
 struct td_rpc_method {
     const char *path; /* "/tandem.v1.Inference/Generate" */
     const ProtobufCMessageDescriptor *request, *reply;
-    uint32_t max_request_bytes;
-    /* A call arrived; its deadline and metadata are known. Sets user and handlers with td_rpc_call_accept. */
+    uint32_t max_request_bytes; /* per message; a larger one ends the call with RESOURCE_EXHAUSTED */
+    /* A call arrived; its deadline and metadata are known. Sets user and handlers with td_rpc_call_accept, or refuses with
+     * td_rpc_finish (then no callback follows unless it was accepted before). */
     void (*on_open)(struct td_rpc_call *c, void *service);
+    bool takes_stream; /* client may send many messages; otherwise a second one ends the call with INVALID_ARGUMENT */
 };
 
 struct td_rpc_options {
@@ -45,7 +50,8 @@ struct td_rpc_options {
 };
 
 enum td_status td_rpc_create(struct td_loop *loop, const struct td_rpc_options *o, struct td_rpc **out);
-/* After td_rpc_shutdown's callback (or when no server was started). Cancels what is left; blocks until pollers ended. */
+/* After td_rpc_shutdown's callback (or when no server was started). Cancels what is left: the on_closed of calls still open
+ * run inside this function; blocks until the pollers ended. NULL is fine. Not from inside a callback of this r. */
 void td_rpc_destroy(struct td_rpc *r);
 
 /* Listens on "host:port"; port 0 picks a free one. methods (closed by path NULL) and service outlive r. The health service
@@ -70,6 +76,9 @@ uint64_t td_rpc_queued_bytes(const struct td_rpc_call *c);
 void td_rpc_finish(struct td_rpc_call *c, enum td_status st, const char *text);
 void td_rpc_half_close(struct td_rpc_call *c); /* client: after everything queued */
 void td_rpc_cancel(struct td_rpc_call *c);     /* client; on_closed follows */
+/* Either end: ends the call now, without waiting for what is queued (a peer that does not read would hold it up). A client
+ * sees st and text; our on_closed follows with the same. For a client that reads too slowly, a peer that breaks the rules. */
+void td_rpc_abort(struct td_rpc_call *c, enum td_status st, const char *text);
 
 /* --- client ------------------------------------------------------------------------------------------------------- */
 enum td_status td_rpc_channel_open(struct td_rpc *r, const char *address, struct td_rpc_channel **out);
