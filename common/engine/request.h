@@ -35,8 +35,7 @@ static inline uint32_t td_token_request_n_generated(const struct td_token_reques
 }
 
 /* Takes a generated token and says whether the request is over: STOP if it is a stop id, LENGTH at max_tokens or the
- * context's end, else NONE. Only while n_tokens < n_tokens_max. A stop id that came before min_tokens (it cannot be
- * drawn then) does not end the request. */
+ * context's end, else NONE. Only while n_tokens < n_tokens_max. */
 Tandem__V1__FinishReason td_token_request_append(struct td_token_request *r, uint32_t token);
 
 /* Fills what a segment needs to draw the next token: want_token, log-probabilities, sampling, draw_index, history,
