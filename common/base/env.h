@@ -4,9 +4,9 @@
  * struct over libuv (td_loop_env), tests implement it over a virtual clock. One thread. */
 #ifndef TD_BASE_ENV_H
 #define TD_BASE_ENV_H
+#include "common/base/list.h"
 #include <stdbool.h>
 #include <stdint.h>
-#include "common/base/list.h"
 /* Lives in the owner's object; zero-initialise, set fire, then start. fire runs once per start, never from within
  * start. The implementation keeps its own state in link, due_ns and impl. */
 struct td_timer {
@@ -14,6 +14,7 @@ struct td_timer {
     uint64_t due_ns;
     struct td_list link;
     bool is_armed;
+    void *impl[2];
 };
 struct td_env {
     uint64_t (*now_ns)(struct td_env *env);
