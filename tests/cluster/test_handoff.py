@@ -1,0 +1,171 @@
+"""KV hand-off between the real processes: bytes, overlap, and what is left after either side is killed."""
+import json
+import signal
+import threading
+import time
+
+import grpc
+import pytest
+
+from conftest import (GOLDENS, MODEL, PATIENCE, collect, expect_golden, free_pages, golden, metric_labels, wait_until)
+
+CONFIG = json.loads((MODEL / "config.json").read_text())
+PAGE = 64
+
+
+def closed_form(n_tokens, bytes_per_element=2):
+    """Whole pages; full layers: all of them; sliding layers: those that meet positions [n - 127, n - 1]."""
+    layers = CONFIG["num_hidden_layers"]
+    page = 2 * PAGE * CONFIG["num_key_value_heads"] * CONFIG["head_dim"] * bytes_per_element
+    end = -(-n_tokens // PAGE)
+    first = max(0, n_tokens - (CONFIG["sliding_window"] - 1)) // PAGE
+    return page * (layers // 2 * end + layers // 2 * (end - first))
+
+
+@pytest.mark.parametrize("prompt", GOLDENS["prompts"], ids=lambda p: p["name"])
+def test_bytes_moved_equal_the_closed_form(client, fleet, prompt):
+    before = fleet.prefill[0].metrics()["tandem_handoff_bytes_total"], fleet.decode[0].metrics()["tandem_handoff_bytes_total"]
+    out = client.generate(tokens=prompt["ids"], max_tokens=3, ignore_eos=True)
+    assert out.timing.handoff_bytes == closed_form(len(prompt["ids"]))
+    after = fleet.prefill[0].metrics()["tandem_handoff_bytes_total"], fleet.decode[0].metrics()["tandem_handoff_bytes_total"]
+    assert [b - a for a, b in zip(before, after)] == [closed_form(len(prompt["ids"]))] * 2
+
+
+def test_transport_is_a_metric_and_is_one_sided(client, fleet):
+    client.generate(tokens=golden("counting")["ids"], max_tokens=3)
+    lines = metric_labels(fleet.prefill[0].http, "tandem_handoff_transport")
+    assert lines and any('transport="' in line for line in lines)
+    assert '"one_sided": true' in json.dumps(fleet.prefill[0].statez())
+
+
+def test_no_kv_is_sent_when_the_first_token_ends_the_request(client, fleet):
+    start = free_pages(fleet.decode[0])
+    before = fleet.prefill[0].metrics()["tandem_handoff_bytes_total"]
+    out = client.generate(tokens=golden("counting")["ids"], max_tokens=1)
+    assert len(out.ids) == 1 and out.timing.handoff_bytes == 0
+    wait_until("pages are back", lambda: free_pages(fleet.decode[0]) == start, 5)
+    # layers were put while computing, before it was known that they are not needed; none is counted as handed over
+    assert fleet.decode[0].metrics()["tandem_kv_pages_quarantined"] == 0
+    assert fleet.prefill[0].metrics()["tandem_handoff_bytes_total"] >= before
+
+
+def test_puts_overlap_with_compute(new_fleet):
+    """With 5 ms a layer, at most one layer's bytes remain when the last layer is done."""
+    fleet = new_fleet(prefill_flags=("--layer-delay", "5"))
+    client = fleet.client()
+    prompt = golden("text of 1900 tokens")["ids"]
+    client.generate(tokens=prompt, max_tokens=2)
+    before = fleet.prefill[0].metrics()
+    for _ in range(5):
+        client.generate(tokens=prompt, max_tokens=2)
+    after = fleet.prefill[0].metrics()
+    n = after["tandem_handoff_tail_bytes_count"] - before["tandem_handoff_tail_bytes_count"]
+    tail = after["tandem_handoff_tail_bytes_sum"] - before["tandem_handoff_tail_bytes_sum"]
+    full_layer = 2 * PAGE * CONFIG["num_key_value_heads"] * CONFIG["head_dim"] * 2 * -(-len(prompt) // PAGE)
+    assert n == 5 and tail / n <= full_layer
+    client.close()
+
+
+def kill_in_mid_put(new_fleet, n, victim):
+    """Starts requests, kills the victim while hand-offs are under way, n times. Returns the fleet and the start counts."""
+    fleet = new_fleet(prefill_flags=("--layer-delay", "20"))
+    client = fleet.client()
+    prompt = golden("text of 1900 tokens")
+    client.generate(tokens=prompt["ids"], max_tokens=2)
+    return fleet, client, prompt
+
+
+def outcome(call):
+    try:
+        return collect(call)
+    except grpc.RpcError as error:
+        return error.code()
+
+
+def test_prefill_killed_in_mid_put(new_fleet):
+    fleet, client, prompt = kill_in_mid_put(new_fleet, 5, "prefill")
+    decode = fleet.decode[0]
+    start = free_pages(decode)
+    for i in range(5):
+        results = []
+        calls = [client.start(tokens=prompt["ids"], max_tokens=30) for _ in range(3)]
+        threads = [threading.Thread(target=lambda c=c: results.append(outcome(c))) for c in calls]
+        for t in threads:
+            t.start()
+        wait_until("a reservation is held", lambda: free_pages(decode) != start, 10)
+        time.sleep(0.07 + 0.02 * i)
+        fleet.prefill[-1].kill(signal.SIGKILL)
+        killed = time.monotonic()
+        wait_until("pages are back within a second", lambda: free_pages(decode) == start, 1.0 if i else 1.0, every=0.01)
+        assert time.monotonic() - killed < 1.5
+        for t in threads:
+            t.join(30)
+        assert decode.process.poll() is None and decode.metrics()["tandem_kv_pages_quarantined"] == 0
+        for r in results:
+            assert r == grpc.StatusCode.UNAVAILABLE or not isinstance(r, grpc.StatusCode), r
+        fleet.prefill.append(fleet.add("prefill", f"prefill-{i + 1}"))
+        fleet.wait_workers(1, 1)
+        out = client.generate(tokens=prompt["ids"], max_tokens=len(prompt["greedy"]))
+        expect_golden(out.ids, prompt, 0.05)
+        wait_until("pages are back", lambda: free_pages(decode) == start, 5)
+    client.close()
+
+
+def test_decode_killed_in_mid_put(new_fleet):
+    fleet, client, prompt = kill_in_mid_put(new_fleet, 5, "decode")
+    prefill = fleet.prefill[0]
+    start = free_pages(prefill)
+    for i in range(5):
+        results = []
+        calls = [client.start(tokens=prompt["ids"], max_tokens=30) for _ in range(3)]
+        threads = [threading.Thread(target=lambda c=c: results.append(outcome(c))) for c in calls]
+        for t in threads:
+            t.start()
+        wait_until("a prefill runs", lambda: free_pages(prefill) != start, 10)
+        time.sleep(0.07 + 0.02 * i)
+        fleet.decode[-1].kill(signal.SIGKILL)
+        for t in threads:
+            t.join(30)
+        assert all(r == grpc.StatusCode.UNAVAILABLE for r in results), results
+        wait_until("pages are back within a second", lambda: free_pages(prefill) == start, 1.0, every=0.01)
+        assert prefill.process.poll() is None
+        fleet.decode.append(fleet.add("decode", f"decode-{i + 1}"))
+        fleet.wait_workers(1, 1)
+        out = client.generate(tokens=prompt["ids"], max_tokens=len(prompt["greedy"]))
+        expect_golden(out.ids, prompt, 0.05)
+    client.close()
+
+
+def test_silent_prefill_keeps_pages_pinned_until_it_answers(new_fleet):
+    fleet, client, prompt = kill_in_mid_put(new_fleet, 1, "prefill")
+    decode, prefill = fleet.decode[0], fleet.prefill[0]
+    start = free_pages(decode)
+    call = client.start(tokens=prompt["ids"], max_tokens=30)
+    wait_until("a reservation is held", lambda: free_pages(decode) != start, 10)
+    time.sleep(0.08)
+    prefill.kill(signal.SIGSTOP)
+    call.cancel()
+    wait_until("pinned pages are counted", lambda: decode.metrics()["tandem_kv_pages_quarantined"] > 0, 5)
+    time.sleep(1.0)
+    assert free_pages(decode) != start, "pages that a living sender may still write are not free"
+    prefill.kill(signal.SIGCONT)
+    wait_until("pages are back", lambda: free_pages(decode) == start, 5)
+    assert decode.metrics()["tandem_kv_pages_quarantined"] == 0
+    client.close()
+
+
+def test_tcp_works_too(new_fleet):
+    fleet = new_fleet(prefill_flags=("--ucx-tls", "tcp"), decode_flags=("--ucx-tls", "tcp"))
+    client = fleet.client()
+    prompt = golden("text of 500 tokens")
+    out = client.generate(tokens=prompt["ids"], max_tokens=len(prompt["greedy"]))
+    expect_golden(out.ids, prompt, 0.05)
+    assert "tcp" in out.timing.transport and out.timing.handoff_bytes == closed_form(prompt["n"])
+    client.close()
+
+
+def test_different_layouts_are_refused_by_field(new_fleet, tmp_path):
+    fleet = new_fleet()
+    odd = fleet.add("prefill", "prefill-odd", "--kv-page-tokens", "32")
+    wait_until("the refusal is in a log", lambda: "page_tokens" in fleet.router.log_text() + odd.log_text(), PATIENCE)
+    assert fleet.router.metrics()["tandem_workers_prefill"] == 1
