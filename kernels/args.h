@@ -1,0 +1,216 @@
+/* Arguments of the ops in ops.def: plain C, raw pointers and shapes, shared by host and device code. Level 1: nothing here
+ * knows a model or an engine.
+ * Legend: T rows (tokens of a batch), H residual width, Nq/Nkv heads of this rank, D head size, E experts, k experts a token,
+ * I expert width of this rank, V vocabulary rows. Activations are f32 on the CPU.
+ *
+ * Row invariance. An output row depends on its own inputs and pages only, bit for bit: a dot product is one chain of fused
+ * multiply-adds in rising index, and sums that tensor parallelism splits are cut into fixed pieces (struct td_pieces), each
+ * such a chain from zero, added as a fixed binary tree. A rank whose pieces are a subtree computes that subtree's sum; a
+ * collective adds the ranks' sums as the rest of the tree, so 1, 2, 4 and 8 ranks give the same bits. */
+#ifndef TD_KERNELS_ARGS_H
+#define TD_KERNELS_ARGS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "kernels/kv_layout.h"
+
+#define TD_MAX_PIECES    64u
+#define TD_EXPERT_PIECES 8u /* slices of an expert's width: TP up to 8 */
+#define TD_MAX_TOP_K     16u
+
+/* Pieces of a sum over k. Piece i ends before end[i]; after it, the last merges[i] + 1 sums on the stack become one: the
+ * post-order of a tree that halves [0, n) again and again. */
+struct td_pieces {
+    uint32_t n;
+    uint32_t end[TD_MAX_PIECES];
+    uint8_t merges[TD_MAX_PIECES];
+};
+
+/* Subtrees ending at leaf i of the halving tree over [lo, hi). */
+static inline uint32_t td_pieces_merges(uint32_t lo, uint32_t hi, uint32_t i)
+{
+    uint32_t n = 0;
+    while (hi - lo > 1) {
+        uint32_t mid = lo + (hi - lo) / 2;
+        if (i >= mid) {
+            n = i == hi - 1 ? n + 1 : 0;
+            lo = mid;
+        } else {
+            n = 0;
+            hi = mid;
+        }
+    }
+    return n;
+}
+
+/* Cuts k into n_total even pieces, of which this rank holds n_local from first on; boundaries are relative to its own start. */
+static inline void td_pieces_init(struct td_pieces *p, uint32_t k, uint32_t n_total, uint32_t first, uint32_t n_local)
+{
+    uint32_t base = (uint32_t)((uint64_t)first * k / n_total);
+    p->n = n_local;
+    for (uint32_t i = 0; i < n_local; i++) {
+        p->end[i] = (uint32_t)((uint64_t)(first + i + 1) * k / n_total) - base;
+        p->merges[i] = (uint8_t)td_pieces_merges(0, n_local, i);
+    }
+}
+
+/* A matrix [n_out, n_in] in the backend's packed form, bias (may be NULL) in the matching order. */
+struct td_weight {
+    const void *data;
+    const float *bias;
+    uint32_t n_out, n_in;
+};
+
+enum td_weight_source {
+    TD_SRC_BF16_ROWS, /* [n_out, n_in], row-major: y = x W^T */
+    TD_SRC_BF16_COLS, /* [n_in, n_out]: unquantised experts */
+    TD_SRC_MXFP4      /* blocks [n_out, n_in / 32, 16] and scales [n_out, n_in / 32] */
+};
+
+enum td_row_order {
+    TD_ROWS_PLAIN,
+    TD_ROWS_GATE_UP /* rows 2i and 2i + 1 are gate and up of unit i; the backend may reorder them */
+};
+
+/* Host sources; reads a window of the stored matrix: rows row_begin.. and columns col_begin.., out and bias_out sized by
+ * td_device_packed_bytes. INVALID if an MXFP4 element is not finite in bf16 or a scale is 255. */
+struct td_pack_weight_args {
+    enum td_weight_source source;
+    enum td_row_order order;
+    const void *data;      /* host */
+    const uint8_t *scales; /* host; MXFP4 only */
+    uint32_t ld;           /* elements from one stored row to the next */
+    uint32_t row_begin, col_begin, n_out, n_in; /* in terms of y = x W^T */
+    const float *bias;     /* host, [n_out], file order; NULL: none */
+    void *out;
+    float *bias_out;       /* NULL exactly when bias is */
+};
+
+struct td_embed_args {
+    const uint32_t *tokens; /* [T], each < V */
+    const uint16_t *table;  /* [V, H] bf16 */
+    float *x;               /* [T, H] out */
+    uint32_t n_rows, dim;
+};
+
+struct td_rope_args {
+    const uint32_t *positions; /* [T] */
+    const float *freqs;        /* [D / 2] */
+    float factor;              /* multiplies cos and sin */
+    float *cos, *sin;          /* [T, D / 2] out */
+    uint32_t n_rows, half;
+};
+
+struct td_rmsnorm_args {
+    const float *x; /* [T, H] */
+    const float *w; /* [H] */
+    float *y;       /* [T, H] out */
+    uint32_t n_rows, dim;
+    float eps;
+};
+
+/* One group's pool at one layer, and where each row of the batch goes in it. */
+struct td_kv_view {
+    struct td_kv_group_layout layout;
+    void *pool;
+    uint32_t layer; /* in group */
+};
+
+enum { TD_QKV_Q = 1, TD_QKV_KV = 2 };
+
+struct td_qkv_args {
+    const float *x;      /* [T, H], normalised */
+    struct td_weight w;  /* rows: Nq heads of q, then Nkv of k, then Nkv of v */
+    const float *cos, *sin; /* [T, D / 2] */
+    const uint32_t *positions; /* [T] */
+    const uint32_t *row_page;  /* [T] page of this group that holds the row's position */
+    struct td_kv_view kv;      /* K (rotated) and V out */
+    float *q;                  /* [T, Nq, D] out, rotated */
+    uint32_t n_rows, n_heads, n_kv_heads, head_dim;
+    uint32_t parts;            /* TD_QKV_Q | TD_QKV_KV: what to compute */
+};
+
+/* Consecutive rows of one sequence in the batch. */
+struct td_seq_rows {
+    uint32_t row, n_rows; /* rows row .. row + n_rows - 1 ... */
+    uint32_t start;       /* ... are positions start .. */
+    uint32_t pages;       /* pages[pages + i] holds block first_block + i */
+    uint32_t first_block;
+};
+
+/* Softmax over visible keys and a sink: position p sees c <= p, with window w also p - c < w. Keys are walked in absolute
+ * blocks of positions, so chunking changes nothing. */
+struct td_attention_args {
+    const float *q;                 /* [T, Nq, D] */
+    struct td_kv_view kv;
+    const struct td_seq_rows *seqs; /* [n_seqs] */
+    const uint32_t *pages;
+    uint32_t n_seqs;
+    const float *sinks;             /* [Nq] raw logits; -inf: none */
+    float *out;                     /* [T, Nq, D] out, may not overlap q */
+    uint32_t n_heads, n_kv_heads, head_dim;
+    uint32_t window;                /* 0: none */
+    float scale;
+};
+
+struct td_o_proj_args {
+    const float *x;          /* [T, Nq * D] */
+    struct td_weight w;      /* [H, Nq * D]; its bias is add_norm's */
+    struct td_pieces pieces; /* of Nq * D, one a KV head */
+    float *y;                /* [T, H] out: sum of this rank's pieces */
+    uint32_t n_rows;
+};
+
+struct td_add_norm_args {
+    float *x;          /* [T, H] in and out: x += y + bias */
+    const float *y;    /* [T, H], summed over ranks */
+    const float *bias; /* [H] */
+    const float *w;    /* [H] of the norm */
+    float *t;          /* [T, H] out: rmsnorm(x) */
+    uint32_t n_rows, dim;
+    float eps;
+};
+
+struct td_moe_args {
+    const float *x;           /* [T, H], normalised */
+    struct td_weight router;  /* [E, H] with bias; all experts */
+    const struct td_weight *gate_up; /* [E] each [2I, H], order GATE_UP; host array; data NULL: another rank's expert */
+    const struct td_weight *down;    /* [E] each [H, I]; host array; its bias is moe_add_norm's */
+    struct td_pieces pieces;  /* of I */
+    uint32_t n_rows, hidden, intermediate, n_experts, top_k;
+    float alpha, limit;       /* of the activation */
+    uint32_t *ids;            /* [T, k] out: falling logit, lower id first on equal ones */
+    float *weights;           /* [T, k] out: softmax over the chosen */
+    float *y;                 /* [T, k, H] out: this rank's pieces; -0.0 where another rank has the expert, so that adding is exact */
+    void *scratch;            /* td_device_scratch_bytes */
+};
+
+struct td_moe_add_norm_args {
+    float *x;                /* [T, H] in and out: x += sum over slots, in slot order, of weight * (y + bias of the expert) */
+    const float *y;          /* [T, k, H], summed over ranks */
+    const uint32_t *ids;     /* [T, k] */
+    const float *weights;    /* [T, k] */
+    const float *down_bias;  /* [E, H] */
+    const float *w;          /* [H] of the norm that follows */
+    float *t;                /* [T, H] out */
+    uint32_t n_rows, dim, top_k;
+    float eps;
+};
+
+struct td_gather_args {
+    const float *x;       /* [*, dim] */
+    const uint32_t *rows; /* [n_rows] */
+    float *y;             /* [n_rows, dim] out, may not overlap x */
+    uint32_t n_rows, dim;
+};
+
+struct td_lm_head_args {
+    const float *x;     /* [n_rows, H] */
+    struct td_weight w; /* [V, H] */
+    float *logits;      /* [n_rows, V] out */
+    uint32_t n_rows;
+};
+
+#endif
