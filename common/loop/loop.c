@@ -41,9 +41,11 @@ struct td_loop {
 
     uint64_t n_work;
     uint64_t seed, n_random;
+    char read_buf[TD_LOOP_READ_BYTES];
 };
 
 uv_loop_t *td_loop_uv(struct td_loop *l) { return &l->uv; }
+char *td_loop_read_buf(struct td_loop *l) { return l->read_buf; }
 
 enum td_status td_status_from_uv(int e)
 {
@@ -76,11 +78,20 @@ static uint64_t env_now(struct td_env *env)
 
 static void env_timer_start(struct td_env *env, struct td_timer *t, uint64_t delay_ns)
 {
+    struct td_loop *l = loop_of(env);
+    if (l->is_destroying) return;
     uint64_t now = td_clock_ns();
-    td_timers_start(&loop_of(env)->timers, t, delay_ns > TD_NEVER_NS - now ? TD_NEVER_NS : now + delay_ns);
+    td_timers_start(&l->timers, t, delay_ns > TD_NEVER_NS - now ? TD_NEVER_NS : now + delay_ns);
 }
 
-static void env_timer_stop(struct td_env *env, struct td_timer *t) { td_timers_stop(&loop_of(env)->timers, t); }
+static void env_timer_stop(struct td_env *env, struct td_timer *t)
+{
+    struct td_loop *l = loop_of(env);
+    if (l->is_destroying)
+        t->is_armed = false; /* its neighbours in the heap may be gone */
+    else
+        td_timers_stop(&l->timers, t);
+}
 
 static uint64_t env_random(struct td_env *env)
 {

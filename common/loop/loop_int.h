@@ -12,6 +12,9 @@ struct td_uv_owner {
     void (*close)(uv_handle_t *h);
 };
 
+#define TD_LOOP_READ_BYTES 65536u
+char *td_loop_read_buf(struct td_loop *l); /* scratch for the read that is going on */
+
 uv_loop_t *td_loop_uv(struct td_loop *l);
 enum td_status td_status_from_uv(int uv_error); /* the one place where libuv's codes are translated */
 
