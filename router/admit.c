@@ -1,0 +1,103 @@
+#include "router/admit.h"
+
+static enum td_status choose(struct td_admit *a, struct td_request *r, struct td_err *err)
+{
+    struct td_place_query q = {
+        .failed_decode = r->failed_decode,
+        .failed_prefill = r->failed_prefill,
+        .decode_failed = r->decode_failed,
+        .same_ok = r->same_ok,
+    };
+    struct td_place place;
+    enum td_status st = td_place_choose(a->fleet, &q, &place, err);
+    if (st != TD_OK) return st;
+    td_fleet_claim(a->fleet, place.decode, place.prefill, r->n_prompt);
+    r->decode = place.decode;
+    r->prefill = place.prefill;
+    return TD_OK;
+}
+
+/* Those in front first. One that cannot be placed stops the rest, unless it is a retry: what it waits for, others may
+ * not need. */
+static void on_pump(struct td_timer *t)
+{
+    struct td_admit *a = TD_CONTAINER_OF(t, struct td_admit, pump);
+    /* What placing and refusing sets in motion may change the queue, so the survivors go round through a list of ours.
+     */
+    struct td_list stay;
+    td_list_init(&stay);
+    while (!td_list_is_empty(&a->queue)) {
+        struct td_request *r = TD_LIST_ENTRY(a->queue.next, struct td_request, queue_link);
+        struct td_err err = {{0}};
+        enum td_status st = choose(a, r, &err);
+        if (st == TD_E_BUSY) {
+            td_list_remove(&r->queue_link);
+            td_list_push_back(&stay, &r->queue_link);
+            if (r->failed_decode == 0) break;
+        } else {
+            td_admit_remove(a, r);
+            if (st == TD_OK)
+                td_request_on_placed(r);
+            else
+                td_request_on_refused(r, st, err.text);
+        }
+    }
+    while (!td_list_is_empty(&stay)) {
+        struct td_list *last = stay.prev;
+        td_list_remove(last);
+        td_list_push_front(&a->queue, last);
+    }
+}
+
+void td_admit_init(struct td_admit *a, struct td_env *env, struct td_fleet *fleet, uint32_t n_max)
+{
+    *a = (struct td_admit){.fleet = fleet, .env = env, .n_max = n_max, .pump.fire = on_pump};
+    td_list_init(&a->queue);
+}
+
+void td_admit_deinit(struct td_admit *a)
+{
+    if (a->env != NULL) a->env->timer_stop(a->env, &a->pump);
+}
+
+enum td_status td_admit_check(const struct td_admit *a, struct td_err *err)
+{
+    if (td_fleet_n(a->fleet, TANDEM__V1__ROLE__ROLE_DECODE) == 0)
+        return td_err_set(err, TD_E_UNAVAILABLE, "no decode worker is available");
+    if (td_fleet_n(a->fleet, TANDEM__V1__ROLE__ROLE_PREFILL) == 0)
+        return td_err_set(err, TD_E_UNAVAILABLE, "no prefill worker is available");
+    if (a->n_waiting + a->n_tokenizing >= a->n_max)
+        return td_err_set(err, TD_E_BUSY, "%u requests are waiting already (--max-queue)",
+                          a->n_waiting + a->n_tokenizing);
+    return TD_OK;
+}
+
+enum td_status td_admit_place(struct td_admit *a, struct td_request *r, struct td_err *err)
+{
+    if (td_list_is_empty(&a->queue) || r->had_turn) {
+        enum td_status st = choose(a, r, err);
+        if (st != TD_E_BUSY) return st;
+    } else if (td_fleet_n(a->fleet, TANDEM__V1__ROLE__ROLE_DECODE) == 0) {
+        return td_err_set(err, TD_E_UNAVAILABLE, "no decode worker is available");
+    }
+    if (!r->had_turn && a->n_waiting >= a->n_max)
+        return td_err_set(err, TD_E_BUSY, "%u requests are waiting already (--max-queue)", a->n_waiting);
+    if (r->had_turn)
+        td_list_push_front(&a->queue, &r->queue_link);
+    else
+        td_list_push_back(&a->queue, &r->queue_link);
+    a->n_waiting++;
+    return TD_IN_PROGRESS;
+}
+
+void td_admit_remove(struct td_admit *a, struct td_request *r)
+{
+    if (td_list_is_empty(&r->queue_link)) return;
+    td_list_remove(&r->queue_link);
+    a->n_waiting--;
+}
+
+void td_admit_kick(struct td_admit *a)
+{
+    if (a->n_waiting > 0 && !a->pump.is_armed) a->env->timer_start(a->env, &a->pump, 0);
+}
