@@ -171,8 +171,7 @@ static void count_stale(const struct td_rx *rx, uint64_t from, uint64_t generati
     TD_DEBUG("handoff_stale", "from=%016" PRIx64 " generation=%" PRIu64 " %s", from, generation, what);
 }
 
-/* ---- entering a state
- * ------------------------------------------------------------------------------------------------ */
+/* ---- entering a state ------------------------------------------------------------------------------------------- */
 
 /* The owner learns, once, that no KV will come. Its callback may end or disown r, not free it. */
 static void tell_owner(struct td_rx_reservation *r, const struct happening *h)
@@ -253,8 +252,7 @@ static void give_back(struct td_rx_reservation *r, const struct happening *h)
     end(r);
 }
 
-/* ---- the one transition
- * ------------------------------------------------------------------------------------------------ */
+/* ---- the one transition ----------------------------------------------------------------------------------------- */
 
 static void (*const on_enter[])(struct td_rx_reservation *r, const struct happening *h) = {
 #define X(name, enter) enter,
@@ -289,8 +287,7 @@ static void on_timer(struct td_timer *t)
     step(r, EV_TIMEOUT, &(struct happening){.status = TD_E_PEER_LOST, .why = "prefill worker lost"});
 }
 
-/* ---- owner
- * ------------------------------------------------------------------------------------------------------------------ */
+/* ---- owner ------------------------------------------------------------------------------------------------------ */
 
 enum td_status td_rx_create(const struct td_rx_options *o, struct td_kv_pages *kv, const struct td_rx_ports *ports,
                             struct td_rx **out)
@@ -407,8 +404,7 @@ uint64_t td_rx_lowest_live_generation(const struct td_rx *rx)
     return TD_LIST_ENTRY(rx->live.next, struct td_rx_reservation, link)->generation;
 }
 
-/* ---- the sender
- * ---------------------------------------------------------------------------------------------------------- */
+/* ---- the sender ------------------------------------------------------------------------------------------------- */
 
 static bool is_as_promised(const struct td_rx *rx, const struct td_rx_reservation *r, const struct td_wire *m)
 {

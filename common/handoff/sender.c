@@ -145,8 +145,7 @@ static void later(struct td_tx *tx, struct td_timer *t)
     if (!t->is_armed) tx->ports.env->timer_start(tx->ports.env, t, 0);
 }
 
-/* ---- peers and paths
- * ------------------------------------------------------------------------------------------------------ */
+/* ---- peers and paths -------------------------------------------------------------------------------------------- */
 
 static struct peer *peer_find(const struct td_tx *tx, uint64_t incarnation)
 {
@@ -392,8 +391,7 @@ static void put_done(struct td_xfer_req *req, enum td_status st)
     advance(s);
 }
 
-/* ---- the end of a send
- * ---------------------------------------------------------------------------------------------------- */
+/* ---- the end of a send ------------------------------------------------------------------------------------------ */
 
 static void finish(struct td_tx_send *s, enum td_status st)
 {
@@ -470,8 +468,7 @@ static void advance(struct td_tx_send *s)
 
 static void on_later(struct td_timer *t) { advance(TD_CONTAINER_OF(t, struct td_tx_send, later)); }
 
-/* ---- owner
- * ------------------------------------------------------------------------------------------------------------------ */
+/* ---- owner ------------------------------------------------------------------------------------------------------ */
 
 enum td_status td_tx_create(const struct td_tx_ports *ports, const struct td_tx_source *src, uint64_t incarnation,
                             struct td_tx **out)
@@ -640,8 +637,7 @@ void td_tx_abort(struct td_tx *tx, struct td_tx_send *s, enum td_status why)
     close_with(s, OUT_ABORTED, why);
 }
 
-/* ---- the receiver
- * --------------------------------------------------------------------------------------------------------- */
+/* ---- the receiver ----------------------------------------------------------------------------------------------- */
 
 static void reply_free(struct reply *r)
 {
@@ -745,8 +741,7 @@ void td_tx_detach(struct td_tx *tx)
     TD_LIST_FOREACH (it, &tx->sends) close_with(TD_LIST_ENTRY(it, struct td_tx_send, link), OUT_LOST, TD_E_CANCELED);
 }
 
-/* ---- end, and what people see
- * ----------------------------------------------------------------------------------------------- */
+/* ---- end, and what people see ----------------------------------------------------------------------------------- */
 
 void td_tx_destroy(struct td_tx *tx)
 {

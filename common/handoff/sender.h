@@ -39,8 +39,10 @@ struct td_tx_pages {
 
 enum td_status td_tx_create(const struct td_tx_ports *ports, const struct td_tx_source *src, uint64_t incarnation,
                             struct td_tx **out);
-/* Sends get no ended any more. The transfer's requests must have come to rest: destroy it first, or have no peers open.
- */
+/* The transfer is about to be destroyed: sends end as its requests come back, nothing is posted or told any more. */
+void td_tx_detach(struct td_tx *tx);
+/* After td_tx_detach and the transfer's destruction: nothing may be in flight. Sends get no ended any more. NULL is
+ * fine. */
 void td_tx_destroy(struct td_tx *tx);
 /* A decode worker's life is known from its descriptor; the peer stays until lost or replaced. Takes peer over: tx
  * closes it. */
@@ -72,8 +74,7 @@ void td_tx_on_peer_lost(struct td_tx *tx, uint64_t decode);
 uint32_t td_tx_n_sends(const struct td_tx *tx);
 void td_tx_describe(const struct td_tx *tx, struct td_buf *json_out);
 
-/* --- the geometry of one layer, pure
- * ------------------------------------------------------------------------------------- */
+/* ---- the geometry of one layer, pure ---------------------------------------------------------------------------- */
 /* What one source rank must put into one target rank: KV heads are numbered over the whole model; this source rank
  * holds [src_first_head, + src->n_heads), the target rank [dst_first_head, + dst->n_heads). */
 struct td_tx_geometry {

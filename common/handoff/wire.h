@@ -14,7 +14,7 @@
 
 #define TD_WIRE_VERSION     1u
 #define TD_MAX_RANKS        8u
-#define TD_WIRE_MAX_ADDRESS 4096u /* a UCX worker address is some hundred bytes */
+#define TD_WIRE_MAX_ADDRESS (64u << 10) /* as common/transfer allows */
 
 /* X(name, id, fields) */
 #define TD_WIRE_MESSAGES(X)                                                                                            \
