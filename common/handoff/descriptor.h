@@ -40,9 +40,9 @@ struct td_descriptor {
     struct td_peer_rank ranks[TD_MAX_RANKS];
 };
 
-/* The layout of a worker of this model whose rank has these groups. tp: ranks. */
+/* The layout of a worker of this model whose ranks have these groups. */
 void td_peer_layout_of(const struct td_model_config *c, const char *fingerprint, const char *weight_form,
-                       const struct td_kv_group_layout kv[TD_KV_N_GROUPS], uint32_t tp, struct td_peer_layout *out);
+                       const struct td_kv_group_layout kv[TD_KV_N_GROUPS], struct td_peer_layout *out);
 /* What one rank of a peer has: its groups with heads per rank and pages. */
 void td_peer_rank_layout(const struct td_descriptor *d, uint32_t rank, struct td_kv_group_layout out[TD_KV_N_GROUPS]);
 
