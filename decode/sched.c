@@ -1,0 +1,293 @@
+#include "decode/sched.h"
+
+#include <stdlib.h>
+
+#include "common/base/check.h"
+#include "common/base/mem.h"
+#include "common/engine/kv_split.h"
+
+struct td_decode_sched {
+    struct td_decode_sched_options o;
+    struct td_kv_pages *kv;
+    struct td_decode_sched_owner owner;
+    struct td_list queue, batch; /* both oldest first */
+    uint32_t n_queued, n_running;
+    bool is_in_flight, has_stalled;
+    struct td_batch step;
+    struct td_segment *segments; /* max_batch of them; user: the sequence */
+};
+
+enum td_status td_decode_sched_create(const struct td_decode_sched_options *o, struct td_kv_pages *kv,
+                                      const struct td_decode_sched_owner *owner, struct td_decode_sched **out)
+{
+    struct td_decode_sched *s = td_calloc(1, sizeof *s);
+    if (s == NULL) return TD_E_NO_MEMORY;
+    s->segments = td_calloc(o->max_batch, sizeof *s->segments);
+    if (s->segments == NULL) {
+        free(s);
+        return TD_E_NO_MEMORY;
+    }
+    s->o = *o;
+    s->kv = kv;
+    s->owner = *owner;
+    td_list_init(&s->queue);
+    td_list_init(&s->batch);
+    *out = s;
+    return TD_OK;
+}
+
+void td_decode_sched_destroy(struct td_decode_sched *s)
+{
+    if (s == NULL) return;
+    free(s->segments);
+    free(s);
+}
+
+bool td_decode_sched_is_in_flight(const struct td_decode_sched *s) { return s->is_in_flight; }
+bool td_decode_sched_has_stalled(const struct td_decode_sched *s) { return s->has_stalled; }
+uint32_t td_decode_sched_n_queued(const struct td_decode_sched *s) { return s->n_queued; }
+uint32_t td_decode_sched_n_running(const struct td_decode_sched *s) { return s->n_running; }
+
+/* --- room ----------------------------------------------------------------------------------------------------------
+ */
+
+void td_decode_sched_need(const struct td_decode_sched *s, uint32_t n_tokens, bool is_local,
+                          uint32_t need[TD_KV_N_GROUPS])
+{
+    for (int g = 0; g < TD_KV_N_GROUPS; g++) {
+        const struct td_kv_group_layout *l = &s->o.kv[g];
+        uint32_t first, end;
+        td_kv_blocks(l, (enum td_kv_group)g, s->o.window_tokens, n_tokens, &first, &end);
+        need[g] = end - first + (n_tokens % l->page_tokens == 0 ? 1 : 0); /* the next token begins a page */
+        if (g != TD_KV_SLIDING || !is_local) continue;
+        /* A chunk holds the window before it and itself. */
+        uint32_t all = n_tokens / l->page_tokens + 1;
+        uint32_t span = td_kv_span_pages(s->o.window_tokens - 1 + s->o.chunk_tokens, l->page_tokens);
+        need[g] = all < span ? all : span;
+    }
+}
+
+enum td_status td_decode_sched_room(const struct td_decode_sched *s, uint32_t n_tokens, bool is_local,
+                                    uint32_t n_others)
+{
+    uint32_t need[TD_KV_N_GROUPS];
+    td_decode_sched_need(s, n_tokens, is_local, need);
+    for (int g = 0; g < TD_KV_N_GROUPS; g++)
+        if (need[g] > td_kv_pages_n_total(s->kv, (enum td_kv_group)g)) return TD_E_TOO_LARGE;
+    for (int g = 0; g < TD_KV_N_GROUPS; g++)
+        if ((uint64_t)need[g] + n_others > td_kv_pages_n_free(s->kv, (enum td_kv_group)g)) return TD_E_NO_PAGES;
+    return TD_OK;
+}
+
+/* --- sequences -----------------------------------------------------------------------------------------------------
+ */
+
+enum td_status td_decode_seq_init(struct td_decode_seq *q, const struct td_decode_sched *s,
+                                  struct td_token_request *req, uint64_t order)
+{
+    *q = (struct td_decode_seq){.req = req, .order = order};
+    td_list_init(&q->link);
+    for (int g = 0; g < TD_KV_N_GROUPS; g++) {
+        q->pages[g] = td_calloc(req->n_tokens_max / s->o.kv[g].page_tokens + 1, sizeof *q->pages[g]);
+        if (q->pages[g] == NULL) {
+            td_decode_seq_deinit(q);
+            return TD_E_NO_MEMORY;
+        }
+    }
+    return TD_OK;
+}
+
+void td_decode_seq_deinit(struct td_decode_seq *q)
+{
+    for (int g = 0; g < TD_KV_N_GROUPS; g++) {
+        TD_CHECK(q->first[g] == q->end[g]);
+        free(q->pages[g]);
+        q->pages[g] = NULL;
+    }
+}
+
+void td_decode_seq_take_pages(struct td_decode_seq *q, enum td_kv_group g, uint32_t first_block, uint32_t n_pages,
+                              const uint32_t *pages)
+{
+    TD_CHECK(q->first[g] == q->end[g]);
+    q->first[g] = first_block;
+    q->end[g] = first_block + n_pages;
+    for (uint32_t i = 0; i < n_pages; i++) q->pages[g][first_block + i] = pages[i];
+}
+
+static void free_blocks(struct td_decode_sched *s, struct td_decode_seq *q, enum td_kv_group g, uint32_t end)
+{
+    for (; q->first[g] < end && q->first[g] < q->end[g]; q->first[g]++) {
+        td_kv_pages_unref(s->kv, g, q->pages[g][q->first[g]]);
+        q->pages[g][q->first[g]] = TD_NO_PAGE;
+    }
+}
+
+static void release(struct td_decode_sched *s, struct td_decode_seq *q)
+{
+    for (int g = 0; g < TD_KV_N_GROUPS; g++) free_blocks(s, q, (enum td_kv_group)g, q->end[g]);
+    s->owner.released(s->owner.self, q);
+}
+
+static void insert(struct td_list *list, struct td_decode_seq *q)
+{
+    struct td_list *at = list->prev;
+    while (at != list && TD_LIST_ENTRY(at, struct td_decode_seq, link)->order > q->order) at = at->prev;
+    td_list_push_front(at, &q->link); /* right after the last older one */
+}
+
+void td_decode_sched_add(struct td_decode_sched *s, struct td_decode_seq *q)
+{
+    TD_CHECK(!q->is_queued && !q->is_in_batch && q->n_cached < q->req->n_tokens);
+    insert(&s->queue, q);
+    q->is_queued = true;
+    s->n_queued++;
+}
+
+void td_decode_sched_remove(struct td_decode_sched *s, struct td_decode_seq *q)
+{
+    TD_CHECK(q->is_queued || q->is_in_batch);
+    td_list_remove(&q->link);
+    if (q->is_queued)
+        s->n_queued--;
+    else
+        s->n_running--;
+    q->is_queued = q->is_in_batch = false;
+    if (!q->is_in_flight) release(s, q);
+}
+
+/* --- planning ------------------------------------------------------------------------------------------------------
+ */
+
+static void fill_batch(struct td_decode_sched *s)
+{
+    while (s->n_running < s->o.max_batch && s->n_queued > 0) {
+        struct td_decode_seq *q = TD_LIST_ENTRY(s->queue.next, struct td_decode_seq, link);
+        td_list_remove(&q->link);
+        q->is_queued = false;
+        s->n_queued--;
+        insert(&s->batch, q);
+        q->is_in_batch = true;
+        s->n_running++;
+        s->owner.joined(s->owner.self, q);
+    }
+}
+
+/* The youngest sequence that is younger than q. */
+static struct td_decode_seq *find_younger(struct td_decode_sched *s, const struct td_decode_seq *q)
+{
+    struct td_decode_seq *youngest = NULL;
+    struct td_list *lists[] = {&s->queue, &s->batch};
+    for (unsigned i = 0; i < TD_COUNT(lists); i++) {
+        if (td_list_is_empty(lists[i])) continue;
+        struct td_decode_seq *last = TD_LIST_ENTRY(lists[i]->prev, struct td_decode_seq, link);
+        if (last->order > q->order && (youngest == NULL || last->order > youngest->order)) youngest = last;
+    }
+    return youngest;
+}
+
+enum growth { GROWN, WAITS, GIVES_UP };
+
+static enum growth grow_group(struct td_decode_sched *s, struct td_decode_seq *q, enum td_kv_group g, uint32_t end)
+{
+    bool was_relieved = false;
+    if (end <= q->end[g]) return GROWN;
+    uint32_t n = end - q->end[g];
+    while (td_kv_pages_alloc(s->kv, g, n, q->req->id, q->pages[g] + q->end[g]) != TD_OK) {
+        struct td_decode_seq *victim = find_younger(s, q);
+        if (victim != NULL) {
+            s->owner.no_pages(s->owner.self, victim);
+        } else if (was_relieved) {
+            return WAITS;
+        } else if (s->owner.relieve(s->owner.self, q)) {
+            was_relieved = true; /* perhaps the pages are back already */
+        } else {
+            return GIVES_UP;
+        }
+    }
+    q->end[g] = end;
+    return GROWN;
+}
+
+/* Pages for the next n tokens of q, after those of sliding layers that no token from here on sees went back. */
+static enum growth grow(struct td_decode_sched *s, struct td_decode_seq *q, uint32_t n)
+{
+    for (int g = 0; g < TD_KV_N_GROUPS; g++) {
+        const struct td_kv_group_layout *l = &s->o.kv[g];
+        uint32_t first, unused;
+        td_kv_blocks(l, (enum td_kv_group)g, s->o.window_tokens, q->n_cached, &first, &unused);
+        free_blocks(s, q, (enum td_kv_group)g, first);
+        enum growth gr = grow_group(s, q, (enum td_kv_group)g, (q->n_cached + n - 1) / l->page_tokens + 1);
+        if (gr != GROWN) return gr;
+    }
+    return GROWN;
+}
+
+static void fill_segment(struct td_decode_seq *q, struct td_segment *seg)
+{
+    *seg = (struct td_segment){
+        .tokens = q->req->tokens + q->n_cached,
+        .n_tokens = q->n_step,
+        .start = q->n_cached,
+        .sampling = &q->req->sampling,
+        .user = q,
+    };
+    for (int g = 0; g < TD_KV_N_GROUPS; g++)
+        seg->table[g] = (struct td_page_table){
+            .pages = q->pages[g] + q->first[g], .first_block = q->first[g], .n_blocks = q->end[g] - q->first[g]};
+    if (q->n_cached + q->n_step == q->req->n_tokens) td_token_request_want_token(q->req, seg);
+}
+
+struct td_batch *td_decode_sched_plan(struct td_decode_sched *s)
+{
+    TD_CHECK(!s->is_in_flight);
+    s->has_stalled = false;
+    fill_batch(s);
+    uint32_t budget = s->o.chunk_tokens;
+    for (struct td_list *it = s->batch.next, *next; it != &s->batch; it = next) {
+        struct td_decode_seq *q = TD_LIST_ENTRY(it, struct td_decode_seq, link);
+        uint32_t pending = q->req->n_tokens - q->n_cached;
+        q->n_step = pending == 1 || pending < budget ? pending : budget;
+        enum growth gr = q->n_step == 0 ? WAITS : grow(s, q, q->n_step); /* only removes sequences behind q */
+        next = it->next;
+        if (gr == GROWN) {
+            if (pending > 1) budget -= q->n_step;
+            continue;
+        }
+        if (q->n_step > 0) s->has_stalled = true;
+        q->n_step = 0;
+        if (gr == GIVES_UP) s->owner.no_pages(s->owner.self, q);
+    }
+    uint32_t n = 0;
+    TD_LIST_FOREACH (it, &s->batch) {
+        struct td_decode_seq *q = TD_LIST_ENTRY(it, struct td_decode_seq, link);
+        if (q->n_step == 0) continue;
+        fill_segment(q, &s->segments[n++]);
+        q->is_in_flight = true;
+    }
+    if (n == 0) return NULL;
+    s->step = (struct td_batch){.segments = s->segments, .n_segments = n, .user = s};
+    s->is_in_flight = true;
+    return &s->step;
+}
+
+void td_decode_sched_done(struct td_decode_sched *s, enum td_status st)
+{
+    TD_CHECK(s->is_in_flight);
+    s->is_in_flight = false;
+    for (uint32_t i = 0; i < s->step.n_segments; i++) {
+        struct td_segment *seg = &s->segments[i];
+        struct td_decode_seq *q = seg->user;
+        q->is_in_flight = false;
+        if (!q->is_in_batch) {
+            release(s, q); /* it left while it was computed */
+            continue;
+        }
+        if (st != TD_OK) {
+            s->owner.broke(s->owner.self, q, st);
+            continue;
+        }
+        q->n_cached += q->n_step;
+        if (seg->want_token) s->owner.drew(s->owner.self, q, seg);
+    }
+}

@@ -1,0 +1,82 @@
+/* Continuous batching: which sequences compute what in the next step, and the pages they need for it. Sequences join
+ * and leave between any two steps. Pure; loop thread only.
+ *
+ * A sequence has tokens whose KV is in pages (n_cached) and tokens still to compute. One to compute is a decode step;
+ * more are a prompt that is prefilled here, in chunks between the decode steps of the others.
+ *
+ * Pages grow with the sequence and pages of sliding layers that left the window go back. When none is free, the
+ * youngest sequence gives up its own, so that the oldest always advances. */
+#ifndef TD_DECODE_SCHED_H
+#define TD_DECODE_SCHED_H
+
+#include "common/base/list.h"
+#include "common/base/status.h"
+#include "common/engine/batch.h"
+#include "common/engine/kv_pages.h"
+#include "common/engine/request.h"
+
+/* Lives in its request. All zero before td_decode_seq_init. */
+struct td_decode_seq {
+    struct td_token_request *req;
+    uint64_t order;                                      /* of arrival; lower is older */
+    uint32_t *pages[TD_KV_N_GROUPS];                     /* by block (position / page_tokens) */
+    uint32_t first[TD_KV_N_GROUPS], end[TD_KV_N_GROUPS]; /* blocks held */
+    uint32_t n_cached;                                   /* positions whose KV is in pages */
+    uint32_t n_step;                                     /* tokens in the step being planned or in flight */
+    bool is_queued, is_in_batch, is_in_flight;
+    struct td_list link;
+};
+
+struct td_decode_sched_owner {
+    void *self;
+    void (*joined)(void *self, struct td_decode_seq *s);                             /* queue to batch */
+    void (*drew)(void *self, struct td_decode_seq *s, const struct td_segment *seg); /* a token; may remove s */
+    void (*broke)(void *self, struct td_decode_seq *s, enum td_status st); /* its step failed; must remove s */
+    void (*no_pages)(void *self, struct td_decode_seq *s);                 /* must remove s */
+    /* s needs a page and no younger sequence holds one. True: pages are on their way back, s waits. */
+    bool (*relieve)(void *self, struct td_decode_seq *s);
+    /* s was removed and holds no page, and no step reads it any more: it may be freed. */
+    void (*released)(void *self, struct td_decode_seq *s);
+};
+
+struct td_decode_sched_options {
+    struct td_kv_group_layout kv[TD_KV_N_GROUPS];
+    uint32_t window_tokens;
+    uint32_t max_batch;    /* sequences in a step */
+    uint32_t chunk_tokens; /* prompt tokens in a step, of all sequences that prefill here */
+};
+
+struct td_decode_sched;
+enum td_status td_decode_sched_create(const struct td_decode_sched_options *o, struct td_kv_pages *kv,
+                                      const struct td_decode_sched_owner *owner, struct td_decode_sched **out);
+void td_decode_sched_destroy(struct td_decode_sched *s); /* its sequences were removed before */
+
+/* Pages that a prompt of n_tokens and the token after it need to begin. is_local: computed here, in chunks. */
+void td_decode_sched_need(const struct td_decode_sched *s, uint32_t n_tokens, bool is_local,
+                          uint32_t need[TD_KV_N_GROUPS]);
+/* Enough free pages for that, with one left for each of the n_others that may grow meanwhile. NO_PAGES: not now.
+ * TOO_LARGE: never. */
+enum td_status td_decode_sched_room(const struct td_decode_sched *s, uint32_t n_tokens, bool is_local,
+                                    uint32_t n_others);
+
+enum td_status td_decode_seq_init(struct td_decode_seq *q, const struct td_decode_sched *s,
+                                  struct td_token_request *req, uint64_t order);
+void td_decode_seq_deinit(struct td_decode_seq *q); /* holds no pages */
+/* Takes over pages of blocks first_block .. (their counts too), before the sequence is added. */
+void td_decode_seq_take_pages(struct td_decode_seq *q, enum td_kv_group g, uint32_t first_block, uint32_t n_pages,
+                              const uint32_t *pages);
+
+void td_decode_sched_add(struct td_decode_sched *s, struct td_decode_seq *q); /* to the queue */
+/* Leaves queue or batch. Its pages go back and released runs: now, or when the step in flight is done. */
+void td_decode_sched_remove(struct td_decode_sched *s, struct td_decode_seq *q);
+
+/* The next step, or NULL if there is nothing to compute. Not while one is in flight. */
+struct td_batch *td_decode_sched_plan(struct td_decode_sched *s);
+void td_decode_sched_done(struct td_decode_sched *s, enum td_status st); /* the step planned last is over */
+bool td_decode_sched_is_in_flight(const struct td_decode_sched *s);
+bool td_decode_sched_has_stalled(
+    const struct td_decode_sched *s); /* the last plan left a sequence out for want of pages */
+uint32_t td_decode_sched_n_queued(const struct td_decode_sched *s);
+uint32_t td_decode_sched_n_running(const struct td_decode_sched *s);
+
+#endif
