@@ -132,10 +132,10 @@ static void free_request(struct request *r)
     free(r);
 }
 
-static void tell_finished(struct td_decode_stream *s, uint64_t stream_id, Tandem__V1__FinishReason reason,
-                          enum td_status st, bool is_lost, const char *message)
+/* A start that never became a request. */
+static void refuse(struct td_decode_stream *s, uint64_t stream_id, enum td_status st, const char *message)
 {
-    struct td_decode_finish f = {.stream_id = stream_id, .reason = reason, .status = st, .is_lost = is_lost};
+    struct td_decode_finish f = {.stream_id = stream_id, .status = st, .is_lost = td_status_retry(st) != TD_RETRY_NO};
     snprintf(f.message, sizeof f.message, "%s", message);
     td_decode_stream_finished(s, &f);
 }
