@@ -1,12 +1,13 @@
-/* Arguments of the ops in ops.def: plain C, raw pointers and shapes, shared by host and device code. Level 1: nothing here
- * knows a model or an engine.
- * Legend: T rows (tokens of a batch), H residual width, Nq/Nkv heads of this rank, D head size, E experts, k experts a token,
- * I expert width of this rank, V vocabulary rows. Activations are f32 on the CPU.
+/* Arguments of the ops in ops.def: plain C, raw pointers and shapes, shared by host and device code. Level 1: nothing
+ * here knows a model or an engine. Legend: T rows (tokens of a batch), H residual width, Nq/Nkv heads of this rank, D
+ * head size, E experts, k experts a token, I expert width of this rank, V vocabulary rows. Activations are f32 on the
+ * CPU.
  *
- * Row invariance. An output row depends on its own inputs and pages only, bit for bit: a dot product is one chain of fused
- * multiply-adds in rising index, and sums that tensor parallelism splits are cut into fixed pieces (struct td_pieces), each
- * such a chain from zero, added as a fixed binary tree. A rank whose pieces are a subtree computes that subtree's sum; a
- * collective adds the ranks' sums as the rest of the tree, so 1, 2, 4 and 8 ranks give the same bits. */
+ * Row invariance. An output row depends on its own inputs and pages only, bit for bit: a dot product is one chain of
+ * fused multiply-adds in rising index, and sums that tensor parallelism splits are cut into fixed pieces (struct
+ * td_pieces), each such a chain from zero, added as a fixed binary tree. A rank whose pieces are a subtree computes
+ * that subtree's sum; a collective adds the ranks' sums as the rest of the tree, so 1, 2, 4 and 8 ranks give the same
+ * bits. */
 #ifndef TD_KERNELS_ARGS_H
 #define TD_KERNELS_ARGS_H
 
@@ -20,39 +21,38 @@
 #define TD_EXPERT_PIECES 8u /* slices of an expert's width: TP up to 8 */
 #define TD_MAX_TOP_K     16u
 
-/* Pieces of a sum over k. Piece i ends before end[i]; after it, the last merges[i] + 1 sums on the stack become one: the
- * post-order of a tree that halves [0, n) again and again. */
+/* Pieces of a sum over k. Piece i ends before end[i]; after it, the two topmost sums on the stack are added merges[i]
+ * times: the post-order of a tree that halves [0, n) again and again. */
 struct td_pieces {
     uint32_t n;
     uint32_t end[TD_MAX_PIECES];
     uint8_t merges[TD_MAX_PIECES];
 };
 
-/* Subtrees ending at leaf i of the halving tree over [lo, hi). */
-static inline uint32_t td_pieces_merges(uint32_t lo, uint32_t hi, uint32_t i)
+/* Nodes of the halving tree over [0, n) whose last leaf is i. */
+static inline uint32_t td_pieces_merges(uint32_t n, uint32_t i)
 {
-    uint32_t n = 0;
+    uint32_t lo = 0, hi = n, merges = 0;
     while (hi - lo > 1) {
         uint32_t mid = lo + (hi - lo) / 2;
-        if (i >= mid) {
-            n = i == hi - 1 ? n + 1 : 0;
+        if (i == hi - 1) merges++;
+        if (i >= mid)
             lo = mid;
-        } else {
-            n = 0;
+        else
             hi = mid;
-        }
     }
-    return n;
+    return merges;
 }
 
-/* Cuts k into n_total even pieces, of which this rank holds n_local from first on; boundaries are relative to its own start. */
+/* Cuts k into n_total even pieces, of which this rank holds n_local from first on; boundaries are relative to its own
+ * start. */
 static inline void td_pieces_init(struct td_pieces *p, uint32_t k, uint32_t n_total, uint32_t first, uint32_t n_local)
 {
     uint32_t base = (uint32_t)((uint64_t)first * k / n_total);
     p->n = n_local;
     for (uint32_t i = 0; i < n_local; i++) {
         p->end[i] = (uint32_t)((uint64_t)(first + i + 1) * k / n_total) - base;
-        p->merges[i] = (uint8_t)td_pieces_merges(0, n_local, i);
+        p->merges[i] = (uint8_t)td_pieces_merges(n_local, i);
     }
 }
 
@@ -74,18 +74,18 @@ enum td_row_order {
     TD_ROWS_GATE_UP /* rows 2i and 2i + 1 are gate and up of unit i; the backend may reorder them */
 };
 
-/* Host sources; reads a window of the stored matrix: rows row_begin.. and columns col_begin.., out and bias_out sized by
- * td_device_packed_bytes. INVALID if an MXFP4 element is not finite in bf16 or a scale is 255. */
+/* Host sources; reads a window of the stored matrix: rows row_begin.. and columns col_begin.., out and bias_out sized
+ * by td_device_packed_bytes. INVALID if an MXFP4 element is not finite in bf16 or a scale is 255. */
 struct td_pack_weight_args {
     enum td_weight_source source;
     enum td_row_order order;
-    const void *data;      /* host */
-    const uint8_t *scales; /* host; MXFP4 only */
-    uint32_t ld;           /* elements from one stored row to the next */
+    const void *data;                           /* host */
+    const uint8_t *scales;                      /* host; MXFP4 only */
+    uint32_t ld;                                /* elements from one stored row to the next */
     uint32_t row_begin, col_begin, n_out, n_in; /* in terms of y = x W^T */
-    const float *bias;     /* host, [n_out], file order; NULL: none */
+    const float *bias;                          /* host, [n_out], file order; NULL: none */
     void *out;
-    float *bias_out;       /* NULL exactly when bias is */
+    float *bias_out; /* NULL exactly when bias is */
 };
 
 struct td_embed_args {
@@ -121,15 +121,15 @@ struct td_kv_view {
 enum { TD_QKV_Q = 1, TD_QKV_KV = 2 };
 
 struct td_qkv_args {
-    const float *x;      /* [T, H], normalised */
-    struct td_weight w;  /* rows: Nq heads of q, then Nkv of k, then Nkv of v */
-    const float *cos, *sin; /* [T, D / 2] */
+    const float *x;            /* [T, H], normalised */
+    struct td_weight w;        /* rows: Nq heads of q, then Nkv of k, then Nkv of v */
+    const float *cos, *sin;    /* [T, D / 2] */
     const uint32_t *positions; /* [T] */
     const uint32_t *row_page;  /* [T] page of this group that holds the row's position */
     struct td_kv_view kv;      /* K (rotated) and V out */
     float *q;                  /* [T, Nq, D] out, rotated */
     uint32_t n_rows, n_heads, n_kv_heads, head_dim;
-    uint32_t parts;            /* TD_QKV_Q | TD_QKV_KV: what to compute */
+    uint32_t parts; /* TD_QKV_Q | TD_QKV_KV: what to compute */
 };
 
 /* Consecutive rows of one sequence in the batch. */
@@ -140,18 +140,18 @@ struct td_seq_rows {
     uint32_t first_block;
 };
 
-/* Softmax over visible keys and a sink: position p sees c <= p, with window w also p - c < w. Keys are walked in absolute
- * blocks of positions, so chunking changes nothing. */
+/* Softmax over visible keys and a sink: position p sees c <= p, with window w also p - c < w. Keys are walked in
+ * absolute blocks of positions, so chunking changes nothing. */
 struct td_attention_args {
-    const float *q;                 /* [T, Nq, D] */
+    const float *q; /* [T, Nq, D] */
     struct td_kv_view kv;
     const struct td_seq_rows *seqs; /* [n_seqs] */
     const uint32_t *pages;
     uint32_t n_seqs;
-    const float *sinks;             /* [Nq] raw logits; -inf: none */
-    float *out;                     /* [T, Nq, D] out, may not overlap q */
+    const float *sinks; /* [Nq] raw logits; -inf: none */
+    float *out;         /* [T, Nq, D] out, may not overlap q */
     uint32_t n_heads, n_kv_heads, head_dim;
-    uint32_t window;                /* 0: none */
+    uint32_t window; /* 0: none */
     float scale;
 };
 
@@ -174,27 +174,27 @@ struct td_add_norm_args {
 };
 
 struct td_moe_args {
-    const float *x;           /* [T, H], normalised */
-    struct td_weight router;  /* [E, H] with bias; all experts */
+    const float *x;                  /* [T, H], normalised */
+    struct td_weight router;         /* [E, H] with bias; all experts */
     const struct td_weight *gate_up; /* [E] each [2I, H], order GATE_UP; host array; data NULL: another rank's expert */
     const struct td_weight *down;    /* [E] each [H, I]; host array; its bias is moe_add_norm's */
-    struct td_pieces pieces;  /* of I */
+    struct td_pieces pieces;         /* of I */
     uint32_t n_rows, hidden, intermediate, n_experts, top_k;
-    float alpha, limit;       /* of the activation */
-    uint32_t *ids;            /* [T, k] out: falling logit, lower id first on equal ones */
-    float *weights;           /* [T, k] out: softmax over the chosen */
-    float *y;                 /* [T, k, H] out: this rank's pieces; -0.0 where another rank has the expert, so that adding is exact */
-    void *scratch;            /* td_device_scratch_bytes */
+    float alpha, limit; /* of the activation */
+    uint32_t *ids;      /* [T, k] out: falling logit, lower id first on equal ones */
+    float *weights;     /* [T, k] out: softmax over the chosen */
+    float *y; /* [T, k, H] out: this rank's pieces; -0.0 where another rank has the expert, so that adding is exact */
+    void *scratch; /* td_device_scratch_bytes */
 };
 
 struct td_moe_add_norm_args {
-    float *x;                /* [T, H] in and out: x += sum over slots, in slot order, of weight * (y + bias of the expert) */
-    const float *y;          /* [T, k, H], summed over ranks */
-    const uint32_t *ids;     /* [T, k] */
-    const float *weights;    /* [T, k] */
-    const float *down_bias;  /* [E, H] */
-    const float *w;          /* [H] of the norm that follows */
-    float *t;                /* [T, H] out */
+    float *x;       /* [T, H] in and out: x += sum over slots, in slot order, of weight * (y + bias of the expert) */
+    const float *y; /* [T, k, H], summed over ranks */
+    const uint32_t *ids;    /* [T, k] */
+    const float *weights;   /* [T, k] */
+    const float *down_bias; /* [E, H] */
+    const float *w;         /* [H] of the norm that follows */
+    float *t;               /* [T, H] out */
     uint32_t n_rows, dim, top_k;
     float eps;
 };

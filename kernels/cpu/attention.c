@@ -1,0 +1,121 @@
+/* Paged attention with a sink. Keys are walked in blocks of 64 absolute positions, whatever the batch, the chunk and
+ * the page size, and read from the pages as stored, also those of the same pass. For one query row: max = sink, sum =
+ * 1, o = 0 for each block with a visible key:  s = q K^T scale;  max, sum, o as in online softmax;  o += exp(s - max) V
+ *   out = o / sum
+ * A block in which the row sees nothing leaves max, sum and o as they are, bit for bit, so it does not matter that the
+ * rows of a task walk the union of their blocks. A task is one KV head and up to 128 rows: positions times the heads
+ * sharing it. */
+#include <math.h>
+#include <string.h>
+
+#include "kernels/cpu/cpu_int.h"
+
+struct job {
+    struct td_cpu_stream *s;
+    const struct td_attention_args *a;
+    uint32_t group;   /* query heads that share a KV head */
+    uint32_t tile;    /* positions of a task */
+    uint32_t n_tiles; /* of the longest sequence: tasks past a sequence's end do nothing */
+};
+
+/* Where keys [first, end) of the block at `block` are; entries outside point at nothing. */
+static uint32_t find_rows(const struct td_attention_args *a, const struct td_seq_rows *q, uint32_t head, bool is_v,
+                          uint32_t first, uint32_t end, const void **rows)
+{
+    const struct td_kv_group_layout *l = &a->kv.layout;
+    uint32_t step = l->head_dim * td_dtype_bytes(l->dtype);
+    for (uint32_t c = first; c < end;) {
+        uint32_t page = a->pages[q->pages + (c / l->page_tokens - q->first_block)];
+        const char *p = (const char *)a->kv.pool + td_kv_offset(l, a->kv.layer, page, head, is_v, c % l->page_tokens);
+        uint32_t stop = td_min_u32(end, (c / l->page_tokens + 1) * l->page_tokens);
+        for (; c < stop; c++, p += step) rows[c - first] = p;
+    }
+    return end - first;
+}
+
+static void task(void *ctx, uint32_t index, uint32_t thread)
+{
+    const struct job *j = ctx;
+    const struct td_attention_args *a = j->a;
+    const struct td_micro *micro = j->s->micro;
+    struct td_cpu_scratch *z = &j->s->scratch[thread];
+    uint32_t head = index % a->n_kv_heads, rest = index / a->n_kv_heads;
+    const struct td_seq_rows *q = &a->seqs[rest % a->n_seqs];
+    uint32_t tile = j->n_tiles - 1 - rest / a->n_seqs; /* the longest walks first: better balance at the end */
+    uint32_t first = tile * j->tile;
+    if (first >= q->n_rows) return;
+    uint32_t n_pos = td_min_u32(j->tile, q->n_rows - first), dim = a->head_dim, m = n_pos * j->group;
+    uint32_t from = q->start + first, last = from + n_pos - 1; /* positions of the tile */
+
+    for (uint32_t i = 0; i < m; i++) {
+        uint32_t h = head * j->group + i % j->group;
+        z->a[i] = a->q + ((size_t)(q->row + first + i / j->group) * a->n_heads + h) * dim;
+        z->max[i] = a->sinks[h];
+        z->sum[i] = a->sinks[h] == -INFINITY ? 0.0f : 1.0f;
+    }
+    memset(z->o, 0, (size_t)m * dim * sizeof *z->o);
+
+    uint32_t seen = a->window != 0 && from + 1 > a->window ? from + 1 - a->window : 0; /* first key of the first row */
+    for (uint32_t block = seen / TD_KEYS; block * TD_KEYS <= last; block++) {
+        /* Keys before `seen` may lie in pages that were given back; those past `last` need not be written yet. */
+        uint32_t base = block * TD_KEYS, lo = base < seen ? seen - base : 0, end = td_min_u32(TD_KEYS, last + 1 - base);
+        const void *rows[TD_KEYS];
+        const float *qrows[TD_ATTN_ROWS];
+        memcpy(qrows, z->a, m * sizeof *qrows);
+        /* Rows before lo stand in for themselves as row lo: masked, but finite memory. */
+        find_rows(a, q, head, false, base + lo, base + end, rows + lo);
+        for (uint32_t i = 0; i < lo; i++) rows[i] = rows[lo];
+        micro->pack_keys(z->k, rows, end, dim, a->kv.layout.dtype);
+        find_rows(a, q, head, true, base + lo, base + end, rows + lo);
+        for (uint32_t i = 0; i < lo; i++) rows[i] = rows[lo];
+        micro->pack_values(z->v, rows, end, dim, a->kv.layout.dtype);
+
+        for (uint32_t i = 0; i < m; i++) {
+            uint32_t p = from + i / j->group;
+            uint32_t low = a->window != 0 && p + 1 > a->window ? p + 1 - a->window : 0;
+            z->lo[i] = low > base ? td_min_u32(low - base, TD_KEYS) : 0;
+            z->hi[i] = p < base ? 0 : td_min_u32(p - base + 1, TD_KEYS);
+            z->c[i] = z->s + (size_t)i * TD_KEYS;
+        }
+        struct td_gemm scores = {.a = qrows, .c = z->c, .w = z->k, .m = m, .n_cols = TD_KEYS, .k = dim};
+        micro->gemm_f32(&scores);
+        struct td_softmax_block b = {.s = z->s,
+                                     .lo = z->lo,
+                                     .hi = z->hi,
+                                     .max = z->max,
+                                     .sum = z->sum,
+                                     .o = z->o,
+                                     .m = m,
+                                     .dim = dim,
+                                     .scale = a->scale};
+        micro->softmax_block(&b);
+        const float *weights[TD_ATTN_ROWS];
+        float *out[TD_ATTN_ROWS];
+        for (uint32_t i = 0; i < m; i++) {
+            weights[i] = z->s + (size_t)i * TD_KEYS;
+            out[i] = z->o + (size_t)i * dim;
+        }
+        struct td_gemm mix = {
+            .a = weights, .c = out, .w = z->v, .m = m, .n_cols = dim, .k = TD_KEYS, .accumulate = true};
+        micro->gemm_f32(&mix);
+    }
+
+    for (uint32_t i = 0; i < m; i++) {
+        uint32_t h = head * j->group + i % j->group;
+        float *to = a->out + ((size_t)(q->row + first + i / j->group) * a->n_heads + h) * dim;
+        micro->divide(to, z->o + (size_t)i * dim, z->sum[i], dim);
+    }
+}
+
+enum td_status td_cpu_attention(struct td_stream *s, const struct td_attention_args *a)
+{
+    uint32_t group = a->n_heads / a->n_kv_heads, longest = 0;
+    if (a->head_dim % TD_LANES != 0 || a->head_dim > TD_HEAD_MAX || group > TD_ATTN_ROWS) return TD_E_UNSUPPORTED;
+    if (a->kv.layout.dtype != TD_F32 && a->kv.layout.dtype != TD_BF16) return TD_E_UNSUPPORTED;
+    for (uint32_t i = 0; i < a->n_seqs; i++)
+        if (a->seqs[i].n_rows > longest) longest = a->seqs[i].n_rows;
+    struct job j = {.s = td_cpu_stream(s), .a = a, .group = group, .tile = TD_ATTN_ROWS / group};
+    j.n_tiles = td_ceil_div(longest, j.tile);
+    td_pool_run(j.s->pool, task, &j, a->n_seqs * a->n_kv_heads * j.n_tiles);
+    return TD_OK;
+}

@@ -1,0 +1,330 @@
+/* The inner loops themselves, included by micro_scalar.c, micro_avx2.c and micro_avx512.c after lanes_int.h's choice
+ * was defined. A float of the result never depends on how many rows or panels a kernel call holds. */
+#include "kernels/cpu/lanes_int.h"
+
+/* ---- exp ------------------------------------------------------------------------------------------------------------
+ */
+
+/* exp(x) to about 1 ulp: x = n ln 2 + r, exp(r) = 1 + r + r^2 q(r) with q of degree 4 (minimax on |r| <= 0.35, relative
+ * error 3.3e-9), times 2^n in two factors so that results underflow and overflow as they should. exp(0) = 1 and
+ * exp(-inf) = 0 exactly; NaN stays NaN. */
+INLINE vf v_exp(vf x)
+{
+    x = v_max(v_set(-105.0f), v_min(v_set(90.0f), x));
+    vf t = v_fma(x, v_set(0x1.715476p+0f), v_set(0x1.8p+23f)); /* nearest integer by adding 1.5 * 2^23 */
+    vf n = v_sub(t, v_set(0x1.8p+23f));
+    vf r = v_fma(n, v_set(-0x1.62e430p-1f), x);
+    r = v_fma(n, v_set(0x1.05c610p-29f), r);
+    vf q = v_set(0x1.6a1a78p-10f);
+    q = v_fma(q, r, v_set(0x1.123fb8p-7f));
+    q = v_fma(q, r, v_set(0x1.555916p-5f));
+    q = v_fma(q, r, v_set(0x1.55548ap-3f));
+    q = v_fma(q, r, v_set(0x1.fffffcp-2f));
+    vf p = v_add(v_fma(v_mul(r, r), q, r), v_set(1.0f)), a, b;
+    v_pow2_halves(t, &a, &b);
+    return v_mul(v_mul(p, a), b);
+}
+
+static void exp_n(float *y, const float *x, uint32_t n)
+{
+    float in[TD_LANES] = {0}, out[TD_LANES];
+    for (uint32_t i = 0; i < n; i += TD_LANES) {
+        uint32_t m = n - i < TD_LANES ? n - i : TD_LANES;
+        memcpy(in, x + i, m * sizeof *x);
+        v_store(out, v_exp(v_load(in)));
+        memcpy(y + i, out, m * sizeof *y);
+    }
+}
+
+/* ---- matrix product
+ * --------------------------------------------------------------------------------------------------- */
+
+/* One kernel a shape, R rows by P panels, with every accumulator a named variable so that it lives in a register. */
+#define ROWS_1(F, X)   F(0, X)
+#define ROWS_2(F, X)   ROWS_1(F, X) F(1, X)
+#define ROWS_3(F, X)   ROWS_2(F, X) F(2, X)
+#define ROWS_4(F, X)   ROWS_3(F, X) F(3, X)
+#define ROWS_5(F, X)   ROWS_4(F, X) F(4, X)
+#define ROWS_6(F, X)   ROWS_5(F, X) F(5, X)
+#define PANELS_1(F, r) F(r, 0)
+#define PANELS_2(F, r) PANELS_1(F, r) F(r, 1)
+#define PANELS_3(F, r) PANELS_2(F, r) F(r, 2)
+#define PANELS_4(F, r) PANELS_3(F, r) F(r, 3)
+
+#define DECLARE(r, p)          vf c##r##p = v_zero();
+#define ZERO(r, p)             c##r##p = v_zero();
+#define LOAD_C(r, p)           c##r##p = v_load(c[r] + (p)*TD_LANES);
+#define FMA(r, p)              c##r##p = v_fma(x##r, w##p, c##r##p);
+#define STORE(r, p)            v_store(to[r] + (p)*TD_LANES, c##r##p);
+#define PUSH(r, p)             top[(r)*WIDTH + (p)] = c##r##p;
+#define POP_ADD(r, p)          c##r##p = v_add(top[(r)*WIDTH + (p)], c##r##p);
+#define ROW_PTR(r, _)          const float *a##r = g->a[row + (r)];
+#define ROW_X(r, _)            vf x##r = v_set(a##r[k]);
+#define FMA_ROW(r, PANELS)     PANELS(FMA, r)
+#define DECLARE_ROW(r, PANELS) PANELS(DECLARE, r)
+#define ZERO_ROW(r, PANELS)    PANELS(ZERO, r)
+#define LOAD_C_ROW(r, PANELS)  PANELS(LOAD_C, r)
+#define STORE_ROW(r, PANELS)   PANELS(STORE, r)
+#define PUSH_ROW(r, PANELS)    PANELS(PUSH, r)
+#define POP_ADD_ROW(r, PANELS) PANELS(POP_ADD, r)
+#define XFMA_ROW(r, PANELS)    ROW_X(r, _) FMA_ROW(r, PANELS)
+
+#define PANEL_PTR(_, p) const W_TYPE *b##p = w + (size_t)(p)*panel;
+#define LOAD_W(_, p)    vf w##p = W_LOAD(b##p + (size_t)k * TD_LANES);
+
+/* to: rows to store into; c: the same rows, read when accumulating. The stack of the halving tree is at most log2(64)
+ * deep. */
+#define KERNEL(R, P)                                                                                                   \
+    static void NAME(kernel_##R##x##P)(const struct td_gemm *g, uint32_t row, const W_TYPE *w, float *const *to)       \
+    {                                                                                                                  \
+        size_t panel = (size_t)g->k * TD_LANES;                                                                        \
+        ROWS_##R(ROW_PTR, _) PANELS_##P(PANEL_PTR, _) ROWS_##R(DECLARE_ROW, PANELS_##P) if (g->pieces == NULL)         \
+        {                                                                                                              \
+            float *const *c = to;                                                                                      \
+            if (g->accumulate) {                                                                                       \
+                ROWS_##R(LOAD_C_ROW, PANELS_##P)                                                                       \
+            }                                                                                                          \
+            for (uint32_t k = 0; k < g->k; k++) {                                                                      \
+                PANELS_##P(LOAD_W, _) ROWS_##R(XFMA_ROW, PANELS_##P)                                                   \
+            }                                                                                                          \
+        }                                                                                                              \
+        else                                                                                                           \
+        {                                                                                                              \
+            enum { WIDTH = (P) };                                                                                      \
+            vf stack[8][(R) * (P)], *top = stack[0];                                                                   \
+            uint32_t k = 0, depth = 0;                                                                                 \
+            for (uint32_t i = 0;; i++) {                                                                               \
+                for (uint32_t end = g->pieces->end[i]; k < end; k++) {                                                 \
+                    PANELS_##P(LOAD_W, _) ROWS_##R(XFMA_ROW, PANELS_##P)                                               \
+                }                                                                                                      \
+                for (uint32_t j = 0; j < g->pieces->merges[i]; j++) {                                                  \
+                    top = stack[--depth];                                                                              \
+                    ROWS_##R(POP_ADD_ROW, PANELS_##P)                                                                  \
+                }                                                                                                      \
+                if (i + 1 == g->pieces->n) break;                                                                      \
+                top = stack[depth++];                                                                                  \
+                ROWS_##R(PUSH_ROW, PANELS_##P) ROWS_##R(ZERO_ROW, PANELS_##P)                                          \
+            }                                                                                                          \
+        }                                                                                                              \
+        ROWS_##R(STORE_ROW, PANELS_##P)                                                                                \
+    }
+
+/* Shapes: as many accumulators as hide the latency of a multiply-add and fit the registers. */
+#if defined(TD_LANES_AVX512)
+#define WIDE_6 4
+#define WIDE_5 4
+#define WIDE_4 4
+#define WIDE_3 4
+#define WIDE_2 4
+#define WIDE_1 4
+#else
+#define WIDE_6 1
+#define WIDE_5 1
+#define WIDE_4 1
+#define WIDE_3 2
+#define WIDE_2 3
+#define WIDE_1 4
+#endif
+
+#define W_TYPE  uint16_t
+#define W_LOAD  v_load_bf16
+#define NAME(x) x##_bf16
+#include "kernels/cpu/gemm_body_int.h"
+#undef W_TYPE
+#undef W_LOAD
+#undef NAME
+
+#define W_TYPE  float
+#define W_LOAD  v_load
+#define NAME(x) x##_f32
+#include "kernels/cpu/gemm_body_int.h"
+#undef W_TYPE
+#undef W_LOAD
+#undef NAME
+
+/* ---- softmax
+ * ------------------------------------------------------------------------------------------------------------ */
+
+INLINE float reduce_add(vf x)
+{
+    float f[TD_LANES];
+    v_store(f, x);
+    for (uint32_t w = TD_LANES / 2; w > 0; w /= 2)
+        for (uint32_t i = 0; i < w; i++) f[i] += f[i + w];
+    return f[0];
+}
+
+INLINE float reduce_max(vf x)
+{
+    float f[TD_LANES];
+    v_store(f, x);
+    for (uint32_t w = TD_LANES / 2; w > 0; w /= 2)
+        for (uint32_t i = 0; i < w; i++) f[i] = f[i] > f[i + w] ? f[i] : f[i + w];
+    return f[0];
+}
+
+static void softmax_block(const struct td_softmax_block *b)
+{
+    vf scale = v_set(b->scale);
+    for (uint32_t i = 0; i < b->m; i++) {
+        float *s = b->s + (size_t)i * TD_KEYS;
+        uint32_t lo = b->lo[i], hi = b->hi[i];
+        if (lo >= hi) { /* nothing visible: exp would give 0, and the rescaling 1 */
+            memset(s, 0, TD_KEYS * sizeof *s);
+            continue;
+        }
+        for (uint32_t j = 0; j < lo; j++) s[j] = -INFINITY;
+        for (uint32_t j = hi; j < TD_KEYS; j++) s[j] = -INFINITY;
+        vf z0 = v_mul(v_load(s), scale), z1 = v_mul(v_load(s + 16), scale);
+        vf z2 = v_mul(v_load(s + 32), scale), z3 = v_mul(v_load(s + 48), scale);
+        float top = reduce_max(v_max(v_max(z0, z1), v_max(z2, z3))), old = b->max[i];
+        if (old > top || top != top) top = old;
+        float base = top == -INFINITY ? 0.0f : top; /* -inf - -inf is not what is meant */
+        vf m = v_set(base);
+        z0 = v_exp(v_sub(z0, m));
+        z1 = v_exp(v_sub(z1, m));
+        z2 = v_exp(v_sub(z2, m));
+        z3 = v_exp(v_sub(z3, m));
+        v_store(s, z0);
+        v_store(s + 16, z1);
+        v_store(s + 32, z2);
+        v_store(s + 48, z3);
+        float sum = reduce_add(v_add(v_add(z0, z1), v_add(z2, z3)));
+        if (old != top) { /* equal: the factor is 1 */
+            float f[TD_LANES], *o = b->o + (size_t)i * b->dim;
+            vf shrink = v_exp(v_sub(v_set(old), m));
+            v_store(f, shrink);
+            b->sum[i] *= f[0];
+            for (uint32_t j = 0; j < b->dim; j += TD_LANES) v_store(o + j, v_mul(v_load(o + j), shrink));
+            b->max[i] = top;
+        }
+        b->sum[i] += sum;
+    }
+}
+
+static void divide(float *y, const float *x, float by, uint32_t n)
+{
+    uint32_t i = 0;
+    for (; i + TD_LANES <= n; i += TD_LANES) v_store(y + i, v_div(v_load(x + i), v_set(by)));
+    for (; i < n; i++) y[i] = x[i] / by;
+}
+
+/* ---- activation
+ * ----------------------------------------------------------------------------------------------------------- */
+
+/* gate * sigmoid(alpha gate) * (up + 1) after clamping; a NaN passes both clamps. */
+static void swiglu(float *const *u, const float *h, uint32_t ld, const float *bias, uint32_t m, uint32_t n_units,
+                   float alpha, float limit)
+{
+    vf lim = v_set(limit), neg_lim = v_set(-limit), neg_alpha = v_set(-alpha), one = v_set(1.0f);
+    for (uint32_t i = 0; i < m; i++) {
+        const float *p = h + (size_t)i * ld;
+        for (uint32_t j = 0; j < n_units; j += TD_LANES) {
+            vf gate = v_min(lim, v_add(v_load(p + 2 * j), v_load(bias + 2 * j)));
+            vf up = v_add(v_load(p + 2 * j + TD_LANES), v_load(bias + 2 * j + TD_LANES));
+            up = v_max(neg_lim, v_min(lim, up));
+            vf sig = v_div(one, v_add(one, v_exp(v_mul(neg_alpha, gate))));
+            vf r = v_mul(v_mul(gate, sig), v_add(up, one));
+            if (n_units - j >= TD_LANES) {
+                v_store(u[i] + j, r);
+            } else {
+                float f[TD_LANES];
+                v_store(f, r);
+                memcpy(u[i] + j, f, (n_units - j) * sizeof *f);
+            }
+        }
+    }
+}
+
+/* ---- pages into panels
+ * ------------------------------------------------------------------------------------------------------ */
+
+INLINE float element(const void *row, uint32_t i, enum td_dtype type)
+{
+    return type == TD_F32 ? ((const float *)row)[i] : td_bf16_to_f32(((const uint16_t *)row)[i]);
+}
+
+#if defined(TD_LANES_AVX512) || defined(TD_LANES_AVX2)
+INLINE __m256 load8(const void *row, uint32_t i, enum td_dtype type)
+{
+    if (type == TD_F32) return _mm256_loadu_ps((const float *)row + i);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(
+        _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)((const uint16_t *)row + i))), 16));
+}
+
+/* to[d][0..8) = rows[0..8)[d] for 8 d. */
+INLINE void transpose8(float *to, const void *const *rows, uint32_t d, enum td_dtype type)
+{
+    __m256 r0 = load8(rows[0], d, type), r1 = load8(rows[1], d, type), r2 = load8(rows[2], d, type);
+    __m256 r3 = load8(rows[3], d, type), r4 = load8(rows[4], d, type), r5 = load8(rows[5], d, type);
+    __m256 r6 = load8(rows[6], d, type), r7 = load8(rows[7], d, type);
+    __m256 a0 = _mm256_unpacklo_ps(r0, r1), a1 = _mm256_unpackhi_ps(r0, r1);
+    __m256 a2 = _mm256_unpacklo_ps(r2, r3), a3 = _mm256_unpackhi_ps(r2, r3);
+    __m256 a4 = _mm256_unpacklo_ps(r4, r5), a5 = _mm256_unpackhi_ps(r4, r5);
+    __m256 a6 = _mm256_unpacklo_ps(r6, r7), a7 = _mm256_unpackhi_ps(r6, r7);
+    __m256 b0 = _mm256_shuffle_ps(a0, a2, 0x44), b1 = _mm256_shuffle_ps(a0, a2, 0xee);
+    __m256 b2 = _mm256_shuffle_ps(a1, a3, 0x44), b3 = _mm256_shuffle_ps(a1, a3, 0xee);
+    __m256 b4 = _mm256_shuffle_ps(a4, a6, 0x44), b5 = _mm256_shuffle_ps(a4, a6, 0xee);
+    __m256 b6 = _mm256_shuffle_ps(a5, a7, 0x44), b7 = _mm256_shuffle_ps(a5, a7, 0xee);
+    _mm256_storeu_ps(to, _mm256_permute2f128_ps(b0, b4, 0x20));
+    _mm256_storeu_ps(to + 16, _mm256_permute2f128_ps(b1, b5, 0x20));
+    _mm256_storeu_ps(to + 32, _mm256_permute2f128_ps(b2, b6, 0x20));
+    _mm256_storeu_ps(to + 48, _mm256_permute2f128_ps(b3, b7, 0x20));
+    _mm256_storeu_ps(to + 64, _mm256_permute2f128_ps(b0, b4, 0x31));
+    _mm256_storeu_ps(to + 80, _mm256_permute2f128_ps(b1, b5, 0x31));
+    _mm256_storeu_ps(to + 96, _mm256_permute2f128_ps(b2, b6, 0x31));
+    _mm256_storeu_ps(to + 112, _mm256_permute2f128_ps(b3, b7, 0x31));
+}
+#endif
+
+INLINE void pack_keys_as(float *to, const void *const *rows, uint32_t n, uint32_t dim, enum td_dtype type)
+{
+    for (uint32_t first = 0; first < TD_KEYS; first += TD_LANES) {
+        float *panel = to + (size_t)first * dim;
+        uint32_t have = n <= first ? 0 : n - first < TD_LANES ? n - first : TD_LANES;
+        uint32_t j = 0;
+#if defined(TD_LANES_AVX512) || defined(TD_LANES_AVX2)
+        for (; j + 8 <= have; j += 8)
+            for (uint32_t d = 0; d < dim; d += 8)
+                transpose8(panel + (size_t)d * TD_LANES + j, rows + first + j, d, type);
+#endif
+        for (; j < TD_LANES; j++)
+            for (uint32_t d = 0; d < dim; d++)
+                panel[(size_t)d * TD_LANES + j] = j < have ? element(rows[first + j], d, type) : 0.0f;
+    }
+}
+
+static void pack_keys(float *to, const void *const *rows, uint32_t n, uint32_t dim, enum td_dtype type)
+{
+    if (type == TD_F32)
+        pack_keys_as(to, rows, n, dim, TD_F32);
+    else
+        pack_keys_as(to, rows, n, dim, TD_BF16);
+}
+
+static void pack_values(float *to, const void *const *rows, uint32_t n, uint32_t dim, enum td_dtype type)
+{
+    for (uint32_t d = 0; d < dim; d += TD_LANES) {
+        float *panel = to + (size_t)d * TD_KEYS;
+        for (uint32_t j = 0; j < TD_KEYS; j++) {
+            vf x = v_zero();
+            if (j < n && type == TD_F32)
+                x = v_load((const float *)rows[j] + d);
+            else if (j < n)
+                x = v_load_bf16((const uint16_t *)rows[j] + d);
+            v_store(panel + (size_t)j * TD_LANES, x);
+        }
+    }
+}
+
+const struct td_micro MICRO_TABLE = {
+    .name = MICRO_NAME,
+    .gemm_bf16 = gemm_bf16,
+    .gemm_f32 = gemm_f32,
+    .softmax_block = softmax_block,
+    .divide = divide,
+    .exp = exp_n,
+    .swiglu = swiglu,
+    .pack_keys = pack_keys,
+    .pack_values = pack_values,
+};

@@ -1,0 +1,120 @@
+#include "kernels/device_cpu.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "common/base/fault.h"
+#include "common/base/mem.h"
+#include "kernels/cpu/cpu_int.h"
+
+struct cpu_device {
+    struct td_device base;
+    const struct td_micro *micro;
+};
+
+static enum td_status cpu_open(const struct td_device_options *o, struct td_device **out, struct td_err *err)
+{
+    const struct td_micro *micro = td_micro_find(o->cpu_path);
+    if (micro == NULL)
+        return td_err_set(err, TD_E_UNSUPPORTED, "this processor cannot run the CPU path \"%s\"", o->cpu_path);
+    struct cpu_device *d = td_calloc(1, sizeof *d);
+    if (d == NULL) return td_err_set(err, TD_E_NO_MEMORY, "no memory for the CPU device");
+    d->base.backend = &td_backend_cpu;
+    d->micro = micro;
+    *out = &d->base;
+    return TD_OK;
+}
+
+static void cpu_close(struct td_device *d) { free(d); }
+
+static enum td_status cpu_alloc(struct td_device *d, size_t bytes, void **out)
+{
+    (void)d;
+    if (td_fault_hit(TD_FAULT_ALLOC) || bytes > SIZE_MAX - 64) return TD_E_NO_MEMORY;
+    void *p = aligned_alloc(64, bytes == 0 ? 64 : (bytes + 63) / 64 * 64);
+    if (p == NULL) return TD_E_NO_MEMORY;
+    *out = p;
+    return TD_OK;
+}
+
+static void cpu_free(struct td_device *d, void *p)
+{
+    (void)d;
+    free(p);
+}
+
+static enum td_status cpu_upload(struct td_device *d, void *to, const void *from_host, size_t bytes)
+{
+    (void)d;
+    memcpy(to, from_host, bytes);
+    return TD_OK;
+}
+
+/* Panels of 16 columns; a unit of a gate_up matrix has its gate and its up in two neighbouring panels. */
+static size_t cpu_packed_bytes(const struct td_device *d, uint32_t n_out, uint32_t n_in, enum td_row_order order,
+                               size_t *bias_out)
+{
+    (void)d;
+    uint32_t unit = order == TD_ROWS_GATE_UP ? 2 * TD_LANES : TD_LANES;
+    size_t cols = (size_t)td_ceil_div(n_out, unit) * unit;
+    *bias_out = cols * sizeof(float);
+    return cols * n_in * sizeof(uint16_t);
+}
+
+static size_t cpu_scratch_bytes(const struct td_device *d, const struct td_scratch_shape *s)
+{
+    (void)d;
+    return td_cpu_moe_scratch_bytes(s->n_rows, s->top_k, s->n_experts, s->intermediate);
+}
+
+static void cpu_stream_destroy(struct td_stream *s)
+{
+    struct td_cpu_stream *c = td_cpu_stream(s);
+    td_pool_destroy(c->pool);
+    free(c->scratch);
+    free(c);
+}
+
+static enum td_status cpu_stream_create(struct td_device *d, uint32_t n_threads, struct td_stream **out)
+{
+    struct td_cpu_stream *s = td_calloc(1, sizeof *s);
+    if (s == NULL) return TD_E_NO_MEMORY;
+    s->base.device = d;
+    s->micro = ((struct cpu_device *)(void *)d)->micro;
+    void *scratch = NULL;
+    enum td_status st = td_pool_create(n_threads, &s->pool);
+    if (st == TD_OK) st = cpu_alloc(d, td_pool_n_threads(s->pool) * sizeof *s->scratch, &scratch);
+    if (st != TD_OK) {
+        cpu_stream_destroy(&s->base);
+        return st;
+    }
+    s->scratch = scratch;
+    *out = &s->base;
+    return TD_OK;
+}
+
+static enum td_status cpu_stream_sync(struct td_stream *s)
+{
+    (void)s;
+    return TD_OK;
+}
+
+const struct td_backend td_backend_cpu = {
+    .name = "cpu",
+    .open = cpu_open,
+    .close = cpu_close,
+    .alloc = cpu_alloc,
+    .free = cpu_free,
+    .upload = cpu_upload,
+    .packed_bytes = cpu_packed_bytes,
+    .scratch_bytes = cpu_scratch_bytes,
+    .stream_create = cpu_stream_create,
+    .stream_destroy = cpu_stream_destroy,
+    .stream_sync = cpu_stream_sync,
+    .ops =
+        {
+#define X(op, meaning) .op = td_cpu_##op,
+#include "kernels/ops.def"
+#undef X
+        },
+};
