@@ -228,43 +228,41 @@ static void refuse(struct td_rpc_call *c, enum td_status st, const char *text)
     td_rpc_abort(c, c->is_server ? st : TD_E_PROTOCOL, text);
 }
 
+static enum td_status decode(const struct td_rpc_call *c, grpc_byte_buffer *arrived, struct td_codec *k,
+                             ProtobufCMessage **out, struct td_err *err)
+{
+    size_t n = grpc_byte_buffer_length(arrived);
+    if (c->is_server && !c->method->takes_stream && c->n_messages > 0)
+        return td_err_set(err, TD_E_INVALID, "%s takes one message, got another", c->method->path);
+    if (n > c->max_incoming_bytes) /* before it is copied */
+        return td_err_set(err, TD_E_TOO_LARGE, "%s has %zu bytes, the limit is %u", c->incoming->name, n,
+                          c->max_incoming_bytes);
+    grpc_byte_buffer_reader reader;
+    if (!grpc_byte_buffer_reader_init(&reader, arrived))
+        return td_err_set(err, TD_E_INVALID, "%s cannot be read", c->incoming->name);
+    grpc_slice bytes = grpc_byte_buffer_reader_readall(&reader);
+    grpc_byte_buffer_reader_destroy(&reader);
+    enum td_status st = td_codec_unpack(k, c->incoming, GRPC_SLICE_START_PTR(bytes), GRPC_SLICE_LENGTH(bytes),
+                                        c->max_incoming_bytes, out, err);
+    grpc_slice_unref(bytes); /* the message holds copies */
+    return st;
+}
+
 static void deliver(struct td_rpc_call *c)
 {
     struct td_err err = {.text = ""};
-    if (c->is_server && !c->method->takes_stream && c->n_messages > 0) {
-        td_err_set(&err, TD_E_INVALID, "%s takes one message, got another", c->method->path);
-        refuse(c, TD_E_INVALID, err.text);
-        return;
-    }
-    size_t n = grpc_byte_buffer_length(c->arrived);
-    grpc_slice bytes = grpc_empty_slice();
-    enum td_status st = TD_OK;
     struct td_codec k;
-    ProtobufCMessage *msg = NULL;
-    if (n > c->max_incoming_bytes) { /* before it is copied */
-        st = td_err_set(&err, TD_E_TOO_LARGE, "%s has %zu bytes, the limit is %u", c->incoming->name, n,
-                        c->max_incoming_bytes);
-    } else {
-        grpc_byte_buffer_reader reader;
-        if (grpc_byte_buffer_reader_init(&reader, c->arrived)) {
-            bytes = grpc_byte_buffer_reader_readall(&reader);
-            grpc_byte_buffer_reader_destroy(&reader);
-            st = td_codec_unpack(&k, c->incoming, GRPC_SLICE_START_PTR(bytes), GRPC_SLICE_LENGTH(bytes),
-                                 c->max_incoming_bytes, &msg, &err);
-        } else {
-            st = td_err_set(&err, TD_E_INVALID, "%s cannot be read", c->incoming->name);
-        }
-    }
+    ProtobufCMessage *msg;
+    enum td_status st = decode(c, c->arrived, &k, &msg, &err);
     grpc_byte_buffer_destroy(c->arrived);
     c->arrived = NULL;
-    if (st == TD_OK) {
-        c->n_messages++;
-        if (c->h.on_message != NULL) c->h.on_message(c, msg);
-        td_codec_release(&k, msg);
-    } else {
+    if (st != TD_OK) {
         refuse(c, st, err.text);
+        return;
     }
-    grpc_slice_unref(bytes);
+    c->n_messages++;
+    if (c->h.on_message != NULL) c->h.on_message(c, msg);
+    td_codec_release(&k, msg);
 }
 
 static bool is_deaf(const struct td_rpc_call *c) { return c->is_closed || c->is_cut || (c->is_server && c->wants_end); }
