@@ -11,14 +11,13 @@
  *
  * What can go wrong (each ends the request with exactly one Finished)
  *   bad field, unknown or lost prefill worker, no room, draining   refused at once
- *   DecodeFirst: the first token ended the request                 the reservation ends; status OK, reason NONE
- *   cancel, deadline                                               out of the batch before the next step
- *   prefill worker lost, aborted, broke the protocol               is_lost: the router goes on elsewhere
- *   no page for the next token, and it is the youngest             is_lost
- *   the step failed                                                is_lost
- *   the router's stream ends, or it reads too slowly               all its requests end, nobody is left to be told
- * A request that leaves while its step is in flight keeps its pages until the step is done (LEAVING). Pages of a
- * reservation belong to td_rx until the sender can write no more: the request is gone before. */
+ *   DecodeFirst: the first token ended the request                 the reservation ends; status OK, reason NONE. The
+ * prefill worker's word may come first, and gives the pages back (OVER) cancel, deadline out of the batch before the
+ * next step prefill worker lost, aborted, broke the protocol               is_lost: the router goes on elsewhere no
+ * page for the next token, and it is the youngest             is_lost the step failed is_lost the router's stream ends,
+ * or it reads too slowly               all its requests end, nobody is left to be told A request that leaves while its
+ * step is in flight keeps its pages until the step is done (LEAVING). Pages of a reservation belong to td_rx until the
+ * sender can write no more: the request is gone before. */
 #include "decode/worker.h"
 
 #include <inttypes.h>
@@ -43,6 +42,7 @@
 #define DECODE_STATES(X)                                                              \
     X(NEW)      /* being checked */                                                   \
     X(RESERVED) /* waits for its KV */                                                \
+    X(OVER)     /* the prefill worker says that its first token ended it; the router will say so too */ \
     X(QUEUED)   /* waits for a place in the batch */                                  \
     X(RUNNING)  /* in the batch */                                                    \
     X(LEAVING)  /* over and reported; a step in flight may still read its pages */
@@ -61,7 +61,8 @@ static const char *const state_names[] = {
 #define TO(state) (1u << DS_##state)
 static const uint8_t next_states[DS_N] = {
     [DS_NEW] = TO(RESERVED) | TO(QUEUED) | TO(LEAVING),
-    [DS_RESERVED] = TO(QUEUED) | TO(LEAVING),
+    [DS_RESERVED] = TO(QUEUED) | TO(OVER) | TO(LEAVING),
+    [DS_OVER] = TO(LEAVING),
     [DS_QUEUED] = TO(RUNNING) | TO(LEAVING),
     [DS_RUNNING] = TO(LEAVING),
 };
@@ -380,7 +381,7 @@ static void rx_failed(void *self, struct td_rx_reservation *rv, enum td_status s
     enter(w);
     r->reservation = NULL; /* its pages go back on their own */
     if (st == TD_E_CANCELED)
-        finish(r, TANDEM__V1__FINISH_REASON__FINISH_NONE, TD_OK, false, why); /* over with its first token */
+        set_state(r, DS_OVER);
     else
         finish_lost(r, st, why);
     leave(w);

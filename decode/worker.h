@@ -15,7 +15,7 @@
 struct td_decode_worker;
 struct td_decode_stream; /* one router's */
 
-/* None of these calls back into the worker before it returns. */
+/* None of these calls back into the worker before it returns, except introduce. */
 struct td_decode_ports {
     struct td_env *env;
     void *self;
