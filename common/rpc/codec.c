@@ -20,11 +20,13 @@ static void *budget_alloc(void *user, size_t n)
 {
     struct td_codec *k = user;
     if (n > k->budget_bytes) {
-        k->is_over_budget = 1;
+        k->is_over_budget = true;
         return NULL;
     }
     k->budget_bytes -= n;
-    return td_calloc(1, n);
+    void *p = td_calloc(1, n);
+    if (p == NULL) k->is_out_of_memory = true;
+    return p;
 }
 
 static void budget_free(void *user, void *p)
@@ -120,6 +122,7 @@ enum td_status td_codec_unpack(struct td_codec *k, const ProtobufCMessageDescrip
     if (msg == NULL && k->is_over_budget)
         return td_err_set(err, TD_E_TOO_LARGE, "%s of %zu bytes needs more than %zu bytes of memory", type->name, n,
                           td_codec_budget(max_bytes));
+    if (msg == NULL && k->is_out_of_memory) return td_err_set(err, TD_E_NO_MEMORY, "no memory for %s", type->name);
     if (msg == NULL) return td_err_set(err, TD_E_INVALID, "%s of %zu bytes cannot be decoded", type->name, n);
     const ProtobufCFieldDescriptor *bad = find_bad_text(msg);
     if (bad != NULL) {

@@ -5,6 +5,7 @@
 #define TD_RPC_CODEC_H
 
 #include <protobuf-c/protobuf-c.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -14,7 +15,7 @@
 struct td_codec {
     ProtobufCAllocator allocator;
     size_t budget_bytes; /* left */
-    int is_over_budget;
+    bool is_over_budget, is_out_of_memory;
 };
 
 /* What a message of a type limited to max_bytes on the wire may take in memory: room for every field of a real message,
