@@ -1,0 +1,249 @@
+/* The UCX transfer from inside: what the loop thread and the transfer thread share. Each field belongs to one of the
+ * two, or is handed over through the two queues (commands one way, events the other); nothing else is shared.
+ *
+ *   loop thread                                      transfer thread (the only one that calls ucp_*)
+ *   put, flush, send, peer_close  --- commands --->  posts to UCX, counts its completions
+ *   done, on_message, on_lost     <-- events ------  ops that ended, messages, losses
+ *
+ * A command is an op; it comes back as the same op, and the loop thread reuses it. */
+#ifndef TD_TRANSFER_UCX_INT_H
+#define TD_TRANSFER_UCX_INT_H
+
+#include <pthread.h>
+#include <semaphore.h>
+#include <ucp/api/ucp.h>
+
+#include "common/base/bytes.h"
+#include "common/transfer/card_int.h"
+#include "common/transfer/liveness_int.h"
+#include "common/transfer/xfer.h"
+
+#define UCX_MAGIC      0x75637821u
+#define UCX_POOL_MAGIC 0x75637822u
+#define UCX_PEER_MAGIC 0x75637823u
+
+/* What a queued message may cost while the loop (received) or the peer (sent) is behind: beyond it, received ones are
+ * dropped and counted, sent ones refused with BUSY. */
+#define UCX_BACKLOG_MAX_BYTES (64u << 20)
+#define UCX_AM_ID             7u /* our one active-message handler; the message's own id is in its header */
+
+enum ucx_kind {
+    UCX_PUT,
+    UCX_FLUSH,
+    UCX_SEND,
+    UCX_CLOSE, /* as a command: close the peer; as an event: it is closed */
+    UCX_CALL,  /* run a function on the transfer thread while the loop thread waits */
+    UCX_MESSAGE,
+    UCX_LOST,
+};
+
+/* First member of everything that travels through a queue. */
+struct ucx_item {
+    struct td_list link;
+    enum ucx_kind kind;
+};
+
+/* Header of our active messages, as it lies on the wire (x86-64 and aarch64 alike: little-endian). */
+struct ucx_header {
+    uint32_t magic;
+    uint8_t id, version;
+    uint16_t zero;
+    uint64_t incarnation;
+};
+#define UCX_HEADER_MAGIC   0x4d414454u /* "TDAM" */
+#define UCX_HEADER_VERSION 1u
+
+struct ucx_op {
+    struct ucx_item item;
+    struct ucx_peer *peer;
+    struct td_xfer_req *req; /* NULL: a message */
+    struct td_xfer_seg *segs;
+    unsigned n_segs, cap_segs, pool;
+    unsigned n_left; /* completions still to come, one for the posting itself */
+    enum td_status status;
+    bool is_first_put_done; /* event: the peer's path is known from here on */
+    struct ucx_header header;
+    void *data;
+    size_t n;
+};
+
+struct ucx_message {
+    struct ucx_item item;
+    struct ucx *x;
+    uint64_t from;
+    uint8_t id;
+    size_t n;
+    uint8_t data[];
+};
+
+struct ucx_call {
+    struct ucx_item item;
+    void (*run)(struct ucx_call *c);
+    struct ucx *x;
+    sem_t finished;
+};
+
+struct ucx_pool {
+    uint32_t magic;
+    struct ucx *x;
+    struct td_list link;
+    void *base;
+    size_t n_bytes;
+    enum td_pool_kind kind;
+    ucp_mem_h memh;
+    struct td_buf key;
+};
+
+struct ucx_remote {
+    uint64_t base, n_bytes;
+    enum td_pool_kind kind;
+    ucp_rkey_h rkey;
+};
+
+/* How puts travel, found out once the first one is done. */
+struct ucx_path {
+    char transport[32];
+    bool is_one_sided;
+};
+
+struct ucx_peer {
+    uint32_t magic;
+    struct ucx *x;
+    uint64_t incarnation;
+    struct ucx_remote pools[TD_XFER_POOLS_MAX];
+    unsigned n_pools;
+    /* loop thread */
+    struct td_list link;     /* x->peers */
+    unsigned n_open;         /* ops posted and not yet back */
+    size_t send_bytes;       /* of those, in messages */
+    bool is_lost, is_closed; /* the loss has arrived here; the owner has let go */
+    bool is_loss_told;       /* on_lost ran */
+    bool is_path_known;
+    struct ucx_op close_op;
+    /* transfer thread */
+    struct td_list live_link; /* x->live */
+    ucp_ep_h ep;
+    struct td_list ops; /* posted to UCX, not ended */
+    int pidfd;          /* -1: not watched */
+    bool is_watched;    /* pidfd is in the epoll set */
+    bool is_failed;     /* its process is gone */
+    bool is_closing;    /* the owner asked */
+    bool is_cutting;    /* forced close under way or done */
+    bool is_cut;        /* the endpoint is gone */
+    bool is_unflushed;  /* messages were sent since the last flush */
+    bool is_draining;   /* the flush before the close is under way */
+    bool is_finished;   /* UCX_LOST or UCX_CLOSE was sent as an event */
+    bool has_put;
+    uint64_t drain_until_ns;
+    struct ucx_item lost;
+    struct ucx_path path; /* written before the op with is_first_put_done is handed over */
+};
+
+/* Events for the loop. Outlives the ucx object while its mail is posted. */
+struct ucx_mailbox {
+    struct td_mail mail;
+    pthread_mutex_t lock;
+    struct td_list events;
+    bool is_posted;
+    unsigned n_deliveries;        /* loop thread: nested in deliver, so it must stay */
+    _Atomic size_t backlog_bytes; /* of messages received and not yet delivered */
+    struct ucx *x;                /* loop thread; NULL: destroyed */
+    struct td_list orphan_link;
+};
+
+struct ucx {
+    uint32_t magic;
+    struct td_loop *loop;
+    struct td_xfer_handlers handlers;
+    void *user;
+    uint64_t incarnation;
+    uint32_t keepalive_ms;
+    char *tls;
+    struct td_buf address; /* the card; constant after open */
+    /* loop thread */
+    struct ucx_mailbox *mailbox;
+    struct td_list inbox; /* taken from the mailbox, being delivered */
+    struct td_list free_ops, peers, pools;
+    bool is_destroying;
+    pthread_t thread;
+    bool has_thread;
+    struct td_xfer_stats stats;
+    /* commands */
+    pthread_mutex_t lock;
+    struct td_list commands;
+    bool is_stopping;
+    int wake_fd;
+    /* transfer thread */
+    ucp_context_h context;
+    ucp_worker_h worker;
+    int epoll_fd, ucx_fd;
+    struct td_list live;    /* peers with an endpoint, or whose end has not been told */
+    struct td_list out;     /* events of this round */
+    bool has_shared_memory; /* the context has sysv or posix */
+    _Atomic uint64_t n_bad_messages, n_dropped_messages;
+};
+
+static inline struct ucx *ucx_of(const struct td_xfer *x)
+{
+    struct ucx *u = (struct ucx *)(uintptr_t)x;
+    TD_MAGIC_CHECK(u, UCX_MAGIC);
+    return u;
+}
+
+/* ucx_status.c */
+enum td_status td_ucx_status(ucs_status_t s);
+enum td_status td_ucx_err(struct td_err *err, ucs_status_t s, const char *what);
+
+/* ucx_config.c */
+void td_ucx_quieten(void); /* no signal handlers, no printing of its own; once per process is enough */
+enum td_status td_ucx_config(const struct ucx *x, ucp_config_t **out, struct td_err *err);
+
+/* ucx.c */
+void td_ucx_command(struct ucx *x, struct ucx_item *item);        /* loop thread */
+void td_ucx_call(struct ucx *x, struct ucx_call *c);              /* loop thread; waits */
+void td_ucx_event(struct ucx *x, struct ucx_item *item);          /* transfer thread */
+bool td_ucx_backlog_take(struct ucx *x, size_t n_bytes);          /* transfer thread; false: too much is waiting */
+void td_ucx_backlog_give(struct ucx_mailbox *mb, size_t n_bytes); /* any thread */
+
+/* ucx_pool.c */
+enum td_status td_ucx_pool_create(struct td_xfer *x, size_t n_bytes, struct td_xfer_pool **out, struct td_err *err);
+enum td_status td_ucx_pool_register(struct td_xfer *x, void *base, size_t n_bytes, struct td_xfer_pool **out,
+                                    struct td_err *err);
+void td_ucx_pool_destroy(struct td_xfer_pool *p);
+void *td_ucx_pool_base(struct td_xfer_pool *p);
+const void *td_ucx_pool_key(struct td_xfer_pool *p, size_t *n_out);
+void td_ucx_pool_unmap(struct ucx_pool *p); /* transfer thread */
+void td_ucx_free_pool(struct ucx_pool *p);  /* its storage */
+
+/* ucx_peer.c: loop side */
+enum td_status td_ucx_peer_open(struct td_xfer *x, uint64_t incarnation, const void *address, size_t n_address,
+                                const struct td_xfer_remote *pools, unsigned n_pools, struct td_xfer_peer **out,
+                                struct td_err *err);
+void td_ucx_peer_close(struct td_xfer_peer *p);
+enum td_status td_ucx_put(struct td_xfer_peer *p, unsigned pool, const struct td_xfer_seg *segs, unsigned n_segs,
+                          struct td_xfer_req *req);
+enum td_status td_ucx_flush(struct td_xfer_peer *p, struct td_xfer_req *req);
+enum td_status td_ucx_send(struct td_xfer_peer *p, uint8_t id, const void *data, size_t n);
+const char *td_ucx_peer_transport(struct td_xfer_peer *p);
+bool td_ucx_peer_is_one_sided(struct td_xfer_peer *p);
+void td_ucx_peer_deliver(struct ucx *x, struct ucx_item *item); /* an op, a loss or a close has come back */
+void td_ucx_free_peer(struct ucx_peer *p);                      /* its storage; transfer side is through with it */
+void td_ucx_free_ops(struct ucx *x);
+
+/* ucx_wire.c: transfer side of peers */
+enum td_status td_ucx_wire_open(struct ucx_peer *p, const struct td_card_address *a, const struct td_card_key *keys,
+                                struct td_err *err);
+void td_ucx_wire_post(struct ucx_op *op); /* put, flush, send, close */
+bool td_ucx_wire_round(struct ucx *x); /* failed and closing peers go one step on; true: something is still under way */
+void td_ucx_wire_close_all(struct ucx *x);
+void td_ucx_wire_died(struct ucx_peer *p, const char *how);
+void td_ucx_wire_abandon(struct ucx *x); /* the worker is gone: everything left ends with CANCELED */
+
+/* ucx_path.c: transfer thread */
+void td_ucx_wire_path(struct ucx_peer *p, unsigned pool, struct ucx_path *out);
+bool td_ucx_has_shared_memory(ucp_context_h c);
+
+/* ucx_message.c */
+enum td_status td_ucx_message_listen(struct ucx *x, struct td_err *err);
+
+#endif

@@ -1,0 +1,101 @@
+/* Which way puts to a peer go, for operators and tests. UCX has no call that says so in every version, but it prints an
+ * endpoint's lanes ("lane[0]:  3:sysv/memory.0 md[3] -> ... am am_bw#0"), the key card says what the memory there is,
+ * and ucp_rkey_ptr says whether it is mapped here. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "common/base/log.h"
+#include "common/transfer/ucx_int.h"
+
+#define MAX_LANES 32
+
+struct lanes {
+    unsigned n;
+    struct {
+        char transport[32];
+        bool is_am;
+    } lane[MAX_LANES];
+};
+
+static void read_line(const char *line, struct lanes *l)
+{
+    const char *s = strstr(line, "lane[");
+    if (s == NULL || l->n == MAX_LANES || (s = strchr(s, ']')) == NULL || s[1] != ':') return;
+    s = strchr(s + 2, ':'); /* behind the resource's number */
+    if (s == NULL) return;
+    size_t n = strcspn(++s, "/ ");
+    if (n == 0 || n >= sizeof l->lane[0].transport || s[n] != '/') return;
+    memcpy(l->lane[l->n].transport, s, n);
+    l->lane[l->n].transport[n] = 0;
+    size_t end = strcspn(s, "\n");
+    const char *am = strstr(s, " am");
+    while (am != NULL && am < s + end && am[3] != ' ' && am[3] != '\n' && am[3] != 0) am = strstr(am + 1, " am");
+    l->lane[l->n].is_am = am != NULL && am < s + end;
+    l->n++;
+}
+
+static void read_lanes(ucp_ep_h ep, struct lanes *l)
+{
+    char *text = NULL;
+    size_t n = 0;
+    l->n = 0;
+    FILE *f = open_memstream(&text, &n);
+    if (f == NULL) return;
+    ucp_ep_print_info(ep, f);
+    fclose(f);
+    for (char *line = text; line != NULL && *line != 0;) {
+        char *next = strchr(line, '\n');
+        if (next != NULL) *next++ = 0;
+        read_line(line, l);
+        line = next;
+    }
+    free(text);
+}
+
+static const char *find(const struct lanes *l, const char *prefix)
+{
+    for (unsigned i = 0; i < l->n; i++)
+        if (strncmp(l->lane[i].transport, prefix, strlen(prefix)) == 0) return l->lane[i].transport;
+    return NULL;
+}
+
+void td_ucx_wire_path(struct ucx_peer *p, unsigned pool, struct ucx_path *out)
+{
+    /* Networks whose adapters write the memory themselves. */
+    static const char *const adapters[] = {"rc", "dc", "gga", "srd", "ugni"};
+    struct lanes l;
+    read_lanes(p->ep, &l);
+    const struct ucx_remote *r = &p->pools[pool];
+    const char *direct = NULL, *emulated = "?";
+    void *here;
+    switch (r->kind) {
+    case TD_POOL_SYSV:
+    case TD_POOL_POSIX:
+        if (ucp_rkey_ptr(r->rkey, r->base, &here) == UCS_OK)
+            direct = find(&l, r->kind == TD_POOL_SYSV ? "sysv" : "posix");
+        break;
+    case TD_POOL_DEVICE: direct = find(&l, "cuda_ipc"); break;
+    default: break;
+    }
+    for (size_t i = 0; direct == NULL && i < TD_COUNT(adapters); i++) direct = find(&l, adapters[i]);
+    for (unsigned i = 0; i < l.n; i++)
+        if (l.lane[i].is_am || i == 0) emulated = l.lane[i].transport;
+    snprintf(out->transport, sizeof out->transport, "%s", direct != NULL ? direct : emulated);
+    out->is_one_sided = direct != NULL;
+    TD_INFO("xfer_path", "peer=%016llx transport=%s one_sided=%s lanes=%u", (unsigned long long)p->incarnation,
+            out->transport, out->is_one_sided ? "yes" : "no", l.n);
+}
+
+bool td_ucx_has_shared_memory(ucp_context_h c)
+{
+    char *text = NULL;
+    size_t n = 0;
+    FILE *f = open_memstream(&text, &n);
+    if (f == NULL) return false;
+    ucp_context_print_info(c, f);
+    fclose(f);
+    bool has = text != NULL && (strstr(text, "sysv") != NULL || strstr(text, "posix") != NULL);
+    free(text);
+    return has;
+}
