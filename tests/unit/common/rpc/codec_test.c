@@ -170,8 +170,7 @@ static void text_cleaner_knows_utf8(void **state)
                                        "\xEF\xBF\xBF",
                                        "\xF0\x90\x80\x80",
                                        "\xF4\x8F\xBF\xBF",
-                                       "a\xE2\x82\xAC"
-                                       "b"};
+                                       "z\xE2\x82\xACz"};
     static const char *const bad[] = {"\x80",
                                       "\xBF",
                                       "\xC0\x80",
