@@ -1,0 +1,577 @@
+/* One client's call of Generate or Chat: the request message becomes an order, tokens become text or chat deltas, the
+ * request's end becomes the call's. The request itself lives in request.c; here is what a client sees of it.
+ *
+ * A client that reads too slowly: what is unsent to it is looked at after each event; above --max-client-backlog its
+ * request ends with SLOW_CLIENT, and nobody else notices. A client that leaves: the request is told at once, but the
+ * object stays until the pool thread that may be tokenising for it is done. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "common/base/clock.h"
+#include "common/base/log.h"
+#include "common/base/mem.h"
+#include "common/metrics/metrics.h"
+#include "common/text/detok.h"
+#include "router/encode.h"
+#include "router/router_int.h"
+
+#define CLIENT_MAGIC 0x636c6e74u /* "clnt" */
+#define N_CHANNELS   5
+
+struct delta {
+    Tandem__V1__ChatChannel channel;
+    uint32_t message;
+    size_t start, n; /* in text */
+    char *recipient; /* ours, or NULL */
+};
+
+struct client {
+    uint32_t magic;
+    struct td_router *router;
+    struct td_rpc_call *call; /* NULL: closed */
+    struct td_list link;
+    struct td_request request;
+    bool is_chat, has_order, has_begun, is_encoding, has_sent;
+    struct td_encode encode;
+    uint64_t t_sent; /* last event */
+    struct td_buf text;
+    struct td_detok detok; /* Generate */
+    /* Chat */
+    struct td_chat_parser *parser;
+    struct delta *deltas;
+    size_t n_deltas, cap_deltas;
+    bool failed;                       /* no memory for deltas */
+    uint32_t last_message[N_CHANNELS]; /* 1 + index of the last message with text on each channel */
+};
+
+static void free_if_over(struct client *k)
+{
+    if (k->call != NULL || k->is_encoding || !td_request_is_done(&k->request)) return;
+    struct td_router *ro = k->router;
+    td_list_remove(&k->link);
+    ro->n_clients--;
+    td_request_deinit(&k->request);
+    td_encode_deinit(&k->encode);
+    td_chat_parser_destroy(k->parser);
+    for (size_t i = 0; i < k->n_deltas; i++) free(k->deltas[i].recipient);
+    free(k->deltas);
+    td_buf_free(&k->text);
+    k->magic = 0;
+    free(k);
+    td_router_client_left(ro);
+}
+
+struct td_params_facts td_front_facts(const struct td_router *ro)
+{
+    struct td_params_facts f = {.model = ro->model, .default_max_tokens = ro->cfg.default_max_tokens};
+    const Tandem__V1__Identity *id = td_fleet_facts(&ro->fleet);
+    if (id == NULL) return f;
+    f.n_vocab = id->vocab_size;
+    f.max_context = td_fleet_max_context(&ro->fleet);
+    f.eos_ids = id->eos_ids;
+    f.n_eos_ids = id->n_eos_ids;
+    return f;
+}
+
+/* --- events out --------------------------------------------------------------------------------------------------- */
+
+static enum td_status send_event(struct client *k, const ProtobufCMessage *msg)
+{
+    if (k->call == NULL) return TD_E_CANCELED;
+    enum td_status st = td_rpc_send(k->call, msg);
+    if (st == TD_E_BUSY) return TD_E_SLOW_CLIENT;
+    if (st != TD_OK) return st;
+    uint64_t now = k->router->env->now_ns(k->router->env);
+    if (k->has_sent)
+        td_metric_observe(TD_M_itl_seconds, (double)(now - k->t_sent) / 1e9);
+    else
+        td_metric_observe(TD_M_ttft_seconds, (double)(now - k->request.t_received) / 1e9);
+    k->has_sent = true;
+    k->t_sent = now;
+    return td_rpc_queued_bytes(k->call) > k->router->cfg.max_client_backlog ? TD_E_SLOW_CLIENT : TD_OK;
+}
+
+static enum td_status emit_tokens(struct client *k, uint32_t n, Tandem__V1__PositionLogprobs *const *logprobs)
+{
+    struct td_request *r = &k->request;
+    td_buf_clear(&k->text);
+    uint32_t *ids = r->tokens + r->n_tokens - n;
+    for (uint32_t i = 0; i < n; i++) td_detok_feed(&k->detok, ids[i], &k->text);
+    if (k->text.failed) return TD_E_NO_MEMORY;
+    Tandem__V1__GenerateEvent e = TANDEM__V1__GENERATE_EVENT__INIT;
+    e.token_ids = ids;
+    e.n_token_ids = n;
+    e.text = (ProtobufCBinaryData){.data = k->text.data, .len = k->text.n};
+    if (logprobs != NULL) {
+        e.logprobs = (Tandem__V1__PositionLogprobs **)logprobs;
+        e.n_logprobs = n;
+    }
+    if (!k->has_sent) {
+        e.request_id = r->id;
+        e.seed = r->sampling->seed;
+    }
+    return send_event(k, &e.base);
+}
+
+static enum td_status emit_end(struct client *k, Tandem__V1__Usage *usage, Tandem__V1__Timing *timing)
+{
+    td_buf_clear(&k->text);
+    td_detok_end(&k->detok, &k->text);
+    Tandem__V1__GenerateEvent e = TANDEM__V1__GENERATE_EVENT__INIT;
+    e.text = (ProtobufCBinaryData){.data = k->text.data, .len = k->text.n};
+    e.finish_reason = k->request.finish_reason;
+    e.usage = usage;
+    e.timing = timing;
+    return td_rpc_send(k->call, &e.base);
+}
+
+/* --- chat events out -----------------------------------------------------------------------------------------------
+ */
+
+static Tandem__V1__ChatChannel channel_of(enum td_chat_kind kind)
+{
+    switch (kind) {
+    case TD_CHAT_REASONING: return TANDEM__V1__CHAT_CHANNEL__CHANNEL_REASONING;
+    case TD_CHAT_CONTENT: return TANDEM__V1__CHAT_CHANNEL__CHANNEL_FINAL;
+    case TD_CHAT_PREAMBLE: return TANDEM__V1__CHAT_CHANNEL__CHANNEL_PREAMBLE;
+    case TD_CHAT_CALL: return TANDEM__V1__CHAT_CHANNEL__CHANNEL_TOOL_CALL;
+    default: return TANDEM__V1__CHAT_CHANNEL__CHANNEL_NONE;
+    }
+}
+
+static struct delta *delta_for(struct client *k, Tandem__V1__ChatChannel channel, uint32_t message)
+{
+    struct delta *last = k->n_deltas > 0 ? &k->deltas[k->n_deltas - 1] : NULL;
+    if (last != NULL && last->channel == channel && last->message == message) return last;
+    if (k->n_deltas == k->cap_deltas) {
+        size_t cap = k->cap_deltas < 4 ? 4 : k->cap_deltas * 2;
+        struct delta *p = td_realloc(k->deltas, cap, sizeof *p);
+        if (p == NULL) {
+            k->failed = true;
+            return NULL;
+        }
+        k->deltas = p;
+        k->cap_deltas = cap;
+    }
+    last = &k->deltas[k->n_deltas++];
+    *last = (struct delta){.channel = channel, .message = message, .start = k->text.n};
+    return last;
+}
+
+static void on_chat_event(void *user, const struct td_chat_event *e)
+{
+    struct client *k = user;
+    Tandem__V1__ChatChannel channel = channel_of(e->kind);
+    if (channel == TANDEM__V1__CHAT_CHANNEL__CHANNEL_NONE) return;
+    if (e->type == TD_CHAT_MESSAGE_START && e->kind == TD_CHAT_CALL) {
+        struct delta *d = delta_for(k, channel, e->message);
+        if (d == NULL) return;
+        d->recipient = td_strdup(e->recipient != NULL ? e->recipient : "");
+        if (d->recipient == NULL) k->failed = true;
+    } else if (e->type == TD_CHAT_TEXT) {
+        struct delta *d = delta_for(k, channel, e->message);
+        if (d == NULL) return;
+        size_t before = k->text.n;
+        /* Texts of a channel put end to end read as the messages joined by line breaks. Calls are never joined. */
+        bool is_second = k->last_message[channel] != 0 && k->last_message[channel] != e->message + 1;
+        if (is_second && e->kind != TD_CHAT_CALL) td_buf_str(&k->text, "\n");
+        td_buf_put(&k->text, e->text.p, e->text.n);
+        d->n += k->text.n - before;
+        k->last_message[channel] = e->message + 1;
+    }
+}
+
+/* Sends what the parser has made since the last time. is_end: also without deltas. */
+static enum td_status flush_deltas(struct client *k, bool is_end, Tandem__V1__Usage *usage, Tandem__V1__Timing *timing)
+{
+    enum td_status st = TD_E_NO_MEMORY;
+    Tandem__V1__ChatDelta *deltas = NULL, **list = NULL;
+    if (k->failed || k->text.failed) goto out;
+    deltas = td_calloc(k->n_deltas + 1, sizeof *deltas);
+    list = td_calloc(k->n_deltas + 1, sizeof(void *));
+    if (deltas == NULL || list == NULL) goto out;
+    for (size_t i = 0; i < k->n_deltas; i++) {
+        const struct delta *d = &k->deltas[i];
+        tandem__v1__chat_delta__init(&deltas[i]);
+        deltas[i].channel = d->channel;
+        deltas[i].message_index = d->message;
+        if (d->n > 0) deltas[i].text = (ProtobufCBinaryData){.data = k->text.data + d->start, .len = d->n};
+        if (d->recipient != NULL) deltas[i].recipient = d->recipient;
+        list[i] = &deltas[i];
+    }
+    Tandem__V1__ChatEvent e = TANDEM__V1__CHAT_EVENT__INIT;
+    e.deltas = list;
+    e.n_deltas = k->n_deltas;
+    if (!k->has_sent) e.request_id = k->request.id;
+    if (is_end) {
+        e.finish_reason = k->request.finish_reason;
+        e.usage = usage;
+        e.timing = timing;
+        e.reasoning_tokens = (uint32_t)k->parser->n_reasoning_tokens;
+        st = td_rpc_send(k->call, &e.base);
+    } else {
+        st = send_event(k, &e.base);
+    }
+out:
+    free(deltas);
+    free(list);
+    for (size_t i = 0; i < k->n_deltas; i++) free(k->deltas[i].recipient);
+    k->n_deltas = 0;
+    td_buf_clear(&k->text);
+    return st;
+}
+
+static enum td_status emit_chat(struct client *k, uint32_t n)
+{
+    const struct td_request *r = &k->request;
+    for (uint32_t i = 0; i < n; i++) td_chat_parser_feed(k->parser, r->tokens[r->n_tokens - n + i]);
+    if (k->parser->failed) return TD_E_NO_MEMORY;
+    /* The first event goes out even if it says nothing yet: the client learns the id, and that the model has begun. */
+    return k->n_deltas > 0 || !k->has_sent || k->failed ? flush_deltas(k, false, NULL, NULL) : TD_OK;
+}
+
+static enum td_status emit_chat_end(struct client *k, Tandem__V1__Usage *usage, Tandem__V1__Timing *timing)
+{
+    td_chat_parser_end(k->parser, k->request.finish_reason == TANDEM__V1__FINISH_REASON__FINISH_LENGTH);
+    if (k->parser->failed) k->failed = true;
+    return flush_deltas(k, true, usage, timing);
+}
+
+/* --- what the request wants of us -----------------------------------------------------------------------------------
+ */
+
+static struct client *client_of(struct td_request *r)
+{
+    struct client *k = TD_CONTAINER_OF(r, struct client, request);
+    TD_MAGIC_CHECK(k, CLIENT_MAGIC);
+    return k;
+}
+
+static enum td_status port_place(void *self, struct td_request *r, struct td_err *err)
+{
+    struct td_router *ro = self;
+    return td_admit_place(&ro->admit, r, err);
+}
+
+static void port_leave_queue(void *self, struct td_request *r)
+{
+    struct td_router *ro = self;
+    td_admit_remove(&ro->admit, r);
+}
+
+static enum td_status port_decode_start(void *self, struct td_request *r, struct td_err *err)
+{
+    (void)self;
+    return td_link_start(r, err);
+}
+
+static void port_decode_cancel(void *self, struct td_request *r)
+{
+    (void)self;
+    td_link_cancel(r);
+}
+
+static void port_decode_first(void *self, struct td_request *r)
+{
+    (void)self;
+    td_link_first(r);
+}
+
+static enum td_status port_run_start(void *self, struct td_request *r, bool introduce, struct td_err *err)
+{
+    (void)self;
+    return td_link_run(r, introduce, err);
+}
+
+static void port_run_end(void *self, struct td_request *r, bool cancel)
+{
+    (void)self;
+    td_link_run_end(r, cancel);
+}
+
+static bool port_decode_full(void *self, struct td_request *r)
+{
+    (void)self;
+    r->decode->is_full = true;
+    return r->decode->n_requests == 1 && r->decode->load.n_running + r->decode->load.n_waiting == 0;
+}
+
+static void port_prefilled(void *self, struct td_request *r)
+{
+    struct td_router *ro = self;
+    td_fleet_prefilled(&ro->fleet, r->prefill, r->n_prompt);
+}
+
+static void port_release(void *self, struct td_request *r, struct td_worker *w, bool made_room)
+{
+    struct td_router *ro = self;
+    (void)r;
+    td_fleet_release(&ro->fleet, w, made_room);
+}
+
+static enum td_status port_emit(void *self, struct td_request *r, uint32_t n,
+                                Tandem__V1__PositionLogprobs *const *logprobs)
+{
+    (void)self;
+    struct client *k = client_of(r);
+    td_metric_add(TD_M_generated_tokens, n);
+    return k->is_chat ? emit_chat(k, n) : emit_tokens(k, n, logprobs);
+}
+
+static void port_done(void *self, struct td_request *r, enum td_status st, const char *text)
+{
+    struct td_router *ro = self;
+    struct client *k = client_of(r);
+    if (st == TD_OK && k->call != NULL) {
+        Tandem__V1__Usage usage;
+        Tandem__V1__Timing timing;
+        td_request_usage(r, &usage);
+        td_request_timing(r, &timing);
+        st = k->is_chat ? emit_chat_end(k, &usage, &timing) : emit_end(k, &usage, &timing);
+        if (st == TD_E_BUSY) st = TD_E_SLOW_CLIENT;
+        text = td_status_text(st);
+    }
+    if (k->has_begun) {
+        td_metric_set(TD_M_requests_running, --ro->n_running);
+        td_metric_observe(TD_M_request_seconds, (double)(r->t_last - r->t_received) / 1e9);
+    }
+    if (st != TD_OK) td_metric_add(TD_M_requests_failed, 1);
+    double ttft_ms = r->t_first != 0 ? (double)(r->t_first - r->t_received) / 1e6 : 0;
+    TD_INFO("request_done",
+            "req=%s status=%s prompt_tokens=%u generated_tokens=%u ttft_ms=%.1f total_ms=%.1f retries=%u "
+            "prefill=%s decode=%s text=\"%s\"",
+            r->id, td_status_name(st), r->n_prompt, td_request_n_generated(r), ttft_ms,
+            (double)(r->t_last - r->t_received) / 1e6, r->n_retries, r->prefill_name, r->decode_name,
+            st == TD_OK ? "" : text);
+    if (k->call == NULL) return; /* whoever closed it frees */
+    if (st == TD_E_SLOW_CLIENT)
+        td_rpc_abort(k->call, st, text); /* it would not read what is queued either */
+    else
+        td_rpc_finish(k->call, st, st == TD_OK ? NULL : text);
+}
+
+void td_front_bind(struct td_router *ro)
+{
+    ro->request_ports = (struct td_router_ports){
+        .env = ro->env,
+        .self = ro,
+        .place = port_place,
+        .leave_queue = port_leave_queue,
+        .decode_start = port_decode_start,
+        .decode_cancel = port_decode_cancel,
+        .decode_first = port_decode_first,
+        .run_start = port_run_start,
+        .run_end = port_run_end,
+        .decode_full = port_decode_full,
+        .prefilled = port_prefilled,
+        .release = port_release,
+        .emit = port_emit,
+        .done = port_done,
+    };
+}
+
+/* --- the order ---------------------------------------------------------------------------------------------------- */
+
+/* The prompt's tokens are there. Takes over ids. */
+static void begin_with_prompt(struct client *k, const char *field, uint32_t *ids, size_t n)
+{
+    struct td_err err = {{0}};
+    struct td_params_facts f = td_front_facts(k->router);
+    enum td_status st = td_params_set_prompt_take(&k->request, &f, field, ids, n, &err);
+    if (st != TD_OK) {
+        td_request_on_bad(&k->request, st, err.text);
+        return;
+    }
+    td_metric_add(TD_M_prompt_tokens, n);
+    td_request_on_ready(&k->request);
+}
+
+static void on_encoded(struct td_encode *e)
+{
+    struct client *k = TD_CONTAINER_OF(e, struct client, encode);
+    TD_MAGIC_CHECK(k, CLIENT_MAGIC);
+    k->is_encoding = false;
+    k->router->admit.n_tokenizing--;
+    if (!td_request_is_done(&k->request)) {
+        if (e->st != TD_OK) {
+            td_request_on_bad(&k->request, e->st, e->err.text);
+        } else {
+            uint32_t *ids = e->ids.ids;
+            size_t n = e->ids.n;
+            e->ids = (struct td_token_list){0}; /* the request's now */
+            begin_with_prompt(k, k->is_chat ? "messages" : "text", ids, n);
+        }
+    }
+    td_encode_deinit(e);
+    free_if_over(k);
+}
+
+/* Everything that both kinds of request check before work is done for them; from here on the request has begun. */
+static enum td_status accept_order(struct client *k, const char *model, const char *request_id,
+                                   const Tandem__V1__Sampling *sampling, const Tandem__V1__Stop *stop,
+                                   bool want_logprobs, uint32_t n_logprobs, struct td_err *err)
+{
+    struct td_router *ro = k->router;
+    struct td_params_facts f = td_front_facts(ro);
+    enum td_status st;
+    const char *id = request_id[0] != '\0' ? request_id : td_rpc_call_metadata(k->call, "x-request-id");
+    TD_TRY(td_params_set_id(&k->request, id, ro->env->random(ro->env), err));
+    TD_TRY(td_params_check_model(&f, model, err));
+    TD_TRY(td_params_set_options(&k->request, &f, sampling, stop, want_logprobs, n_logprobs, ro->env->random(ro->env),
+                                 err));
+out:
+    return st;
+}
+
+static enum td_status begin(struct client *k, struct td_err *err)
+{
+    struct td_router *ro = k->router;
+    if (ro->is_draining) return td_err_set(err, TD_E_DRAINING, "this router is draining");
+    enum td_status st = td_admit_check(&ro->admit, err);
+    if (st != TD_OK) return st;
+    k->has_begun = true;
+    td_metric_add(TD_M_requests, 1);
+    td_metric_set(TD_M_requests_running, ++ro->n_running);
+    td_request_begin(&k->request);
+    return TD_OK;
+}
+
+/* Until the job is done the client object stays. done may run inside. */
+static void encoding(struct client *k)
+{
+    k->is_encoding = true;
+    k->router->admit.n_tokenizing++;
+}
+
+static enum td_status not_encoding(struct client *k, struct td_err *err)
+{
+    k->is_encoding = false;
+    k->router->admit.n_tokenizing--;
+    return td_err_set(err, TD_E_NO_MEMORY, "no memory for the prompt");
+}
+
+static enum td_status order_generate(struct client *k, const Tandem__V1__GenerateRequest *m, struct td_err *err)
+{
+    struct td_router *ro = k->router;
+    enum td_status st =
+        accept_order(k, m->model, m->request_id, m->sampling, m->stop, m->want_logprobs, m->n_logprobs, err);
+    if (st != TD_OK) return st;
+    bool is_text = m->prompt_case == TANDEM__V1__GENERATE_REQUEST__PROMPT_TEXT;
+    size_t n = is_text                                                            ? m->text.len
+               : m->prompt_case == TANDEM__V1__GENERATE_REQUEST__PROMPT_TOKEN_IDS ? m->token_ids->n_ids
+                                                                                  : 0;
+    if (n == 0) return td_err_set(err, TD_E_INVALID, "prompt: token_ids or text must be given and not empty");
+    st = begin(k, err);
+    if (st != TD_OK) return st;
+    if (is_text) {
+        encoding(k);
+        st = td_encode_text(&k->encode, ro->loop, ro->tokenizer, m->text.data, n,
+                            m->parse_special ? TD_TEXT_SPECIAL : TD_TEXT_ORDINARY, on_encoded);
+        return st == TD_OK ? TD_OK : not_encoding(k, err);
+    }
+    uint32_t *ids = td_calloc(n, sizeof *ids);
+    if (ids == NULL) return td_err_set(err, TD_E_NO_MEMORY, "no memory for the prompt");
+    memcpy(ids, m->token_ids->ids, n * sizeof *ids);
+    begin_with_prompt(k, "token_ids", ids, n);
+    return TD_OK;
+}
+
+static void today(const struct td_router *ro, const char *asked, char out[16])
+{
+    const char *given = asked[0] != '\0' ? asked : ro->cfg.current_date;
+    if (given[0] != '\0') {
+        snprintf(out, 16, "%.10s", given);
+        return;
+    }
+    time_t now = (time_t)(td_clock_wall_ns() / TD_NS_PER_S);
+    struct tm tm;
+    if (localtime_r(&now, &tm) == NULL || strftime(out, 16, "%Y-%m-%d", &tm) == 0) out[0] = '\0';
+}
+
+static enum td_status order_chat(struct client *k, const Tandem__V1__ChatRequest *m, struct td_err *err)
+{
+    struct td_router *ro = k->router;
+    enum td_status st = accept_order(k, m->model, m->request_id, m->sampling, m->stop, false, 0, err);
+    if (st == TD_OK) st = td_encode_check_chat(m, err);
+    if (st != TD_OK) return st;
+    struct td_chat_parser_options o = {.on_event = on_chat_event, .user = k};
+    st = ro->format->parser_create(ro->format, &o, &k->parser);
+    if (st != TD_OK) return td_err_set(err, st, "no chat parser: %s", td_status_text(st));
+    st = begin(k, err);
+    if (st != TD_OK) return st;
+    char date[16];
+    today(ro, m->current_date, date);
+    encoding(k);
+    st = td_encode_chat(&k->encode, ro->loop, ro->format, m, date, on_encoded);
+    return st == TD_OK ? TD_OK : not_encoding(k, err);
+}
+
+/* --- the call ----------------------------------------------------------------------------------------------------- */
+
+static struct client *client_of_call(struct td_rpc_call *c)
+{
+    struct client *k = td_rpc_call_user(c);
+    TD_MAGIC_CHECK(k, CLIENT_MAGIC);
+    return k;
+}
+
+static void on_message(struct td_rpc_call *c, const ProtobufCMessage *msg)
+{
+    struct client *k = client_of_call(c);
+    if (k->has_order) return;
+    k->has_order = true;
+    struct td_err err = {{0}};
+    enum td_status st = k->is_chat ? order_chat(k, (const Tandem__V1__ChatRequest *)msg, &err)
+                                   : order_generate(k, (const Tandem__V1__GenerateRequest *)msg, &err);
+    if (st != TD_OK) td_request_on_bad(&k->request, st, err.text);
+}
+
+static void on_closed(struct td_rpc_call *c, enum td_status st, const char *text)
+{
+    struct client *k = client_of_call(c);
+    (void)text;
+    k->call = NULL;
+    td_request_on_client_gone(&k->request, st == TD_E_DEADLINE ? st : TD_E_CANCELED);
+    free_if_over(k);
+}
+
+static void open_client(struct td_rpc_call *c, struct td_router *ro, bool is_chat)
+{
+    static const struct td_rpc_handlers handlers = {.on_message = on_message, .on_closed = on_closed};
+    struct client *k = td_calloc(1, sizeof *k);
+    if (k == NULL) {
+        td_rpc_finish(c, TD_E_NO_MEMORY, NULL);
+        return;
+    }
+    k->magic = CLIENT_MAGIC;
+    k->router = ro;
+    k->call = c;
+    k->is_chat = is_chat;
+    td_request_init(&k->request, &ro->request_ports);
+    td_detok_init(&k->detok, ro->tokenizer, false);
+    uint64_t deadline = td_rpc_call_deadline_ns(c);
+    k->request.deadline_ns =
+        deadline != TD_NEVER_NS ? deadline : ro->env->now_ns(ro->env) + ro->cfg.request_timeout * TD_NS_PER_MS;
+    td_list_push_back(&ro->clients, &k->link);
+    ro->n_clients++;
+    td_rpc_call_accept(c, &handlers, k);
+}
+
+void td_front_open_generate(struct td_rpc_call *c, void *service) { open_client(c, service, false); }
+void td_front_open_chat(struct td_rpc_call *c, void *service) { open_client(c, service, true); }
+
+void td_front_describe(const struct td_router *ro, struct td_buf *out)
+{
+    td_buf_str(out, "[");
+    bool is_first = true;
+    TD_LIST_FOREACH (it, &ro->clients) {
+        const struct client *k = TD_LIST_ENTRY(it, struct client, link);
+        if (td_request_is_done(&k->request)) continue;
+        if (!is_first) td_buf_str(out, ",");
+        is_first = false;
+        td_request_describe(&k->request, out);
+    }
+    td_buf_str(out, "]");
+}
