@@ -298,7 +298,7 @@ uint32_t td_fleet_n(const struct td_fleet *f, Tandem__V1__Role role)
     uint32_t n = 0;
     TD_LIST_FOREACH (it, &f->workers) {
         const struct td_worker *w = TD_LIST_ENTRY(it, struct td_worker, link);
-        n += w->is_live && w->role == role && !w->load.is_draining;
+        n += w->is_live && w->is_wired && w->role == role && !w->load.is_draining;
     }
     return n;
 }

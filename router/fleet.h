@@ -79,7 +79,7 @@ void td_fleet_prefilled(struct td_fleet *f, struct td_worker *prefill, uint32_t 
 void td_fleet_release(struct td_fleet *f, struct td_worker *w, bool made_room);
 
 struct td_worker *td_fleet_find(struct td_fleet *f, uint64_t incarnation); /* LIVE or GONE; NULL: unknown */
-uint32_t td_fleet_n(const struct td_fleet *f, Tandem__V1__Role role);      /* live and not draining */
+uint32_t td_fleet_n(const struct td_fleet *f, Tandem__V1__Role role);      /* live, wired, not draining */
 /* What every live worker agrees on, from one of them; NULL: nobody is live. */
 const Tandem__V1__Identity *td_fleet_facts(const struct td_fleet *f);
 uint32_t td_fleet_max_context(const struct td_fleet *f); /* of the live worker that takes least; 0: nobody is live */

@@ -65,7 +65,7 @@ static void free_if_over(struct client *k)
 
 struct td_params_facts td_front_facts(const struct td_router *ro)
 {
-    struct td_params_facts f = {.model = ro->model, .default_max_tokens = ro->cfg.default_max_tokens};
+    struct td_params_facts f = {.model = ro->cfg.model_name, .default_max_tokens = ro->cfg.default_max_tokens};
     const Tandem__V1__Identity *id = td_fleet_facts(&ro->fleet);
     if (id == NULL) return f;
     f.n_vocab = id->vocab_size;

@@ -26,8 +26,6 @@ struct td_router {
     struct td_admit admit;
     struct td_link_options link_options;
     uint64_t incarnation;
-    const char *name, *model; /* of cfg, or what stands in for it */
-    char name_default[64];
     uint64_t created_s;
     struct td_list clients, joins; /* front.c, methods.c */
     uint32_t n_clients, n_running; /* calls of clients; requests among them that were accepted */
