@@ -10,36 +10,46 @@
 #include "kernels/kv_layout.h"
 
 #define TD_MAX_LAYERS 128u
-#define TD_MAX_EOS 8u
+#define TD_MAX_EOS    8u
 
 struct td_model_config {
-    char name[128];               /* directory's name unless told otherwise */
+    char name[128]; /* directory's name unless told otherwise */
     uint32_t n_layers, hidden, intermediate, n_experts, top_k;
     uint32_t n_heads, n_kv_heads, head_dim, vocab, max_context, window;
     bool is_sliding[TD_MAX_LAYERS];
     uint32_t layer_in_group[TD_MAX_LAYERS]; /* index among the layers of its kind */
     uint32_t n_group_layers[TD_KV_N_GROUPS];
     float rms_eps, swiglu_limit, swiglu_alpha;
-    double rope_theta, rope_factor, rope_beta_fast, rope_beta_slow, rope_attention_factor; /* attention_factor 0: from factor */
+    double rope_theta, rope_factor, rope_beta_fast, rope_beta_slow,
+        rope_attention_factor; /* attention_factor 0: from factor */
     uint32_t rope_original_context;
     bool rope_truncate;
     uint32_t eos_ids[TD_MAX_EOS], n_eos;
-    bool is_mxfp4;                /* experts as stored */
+    bool is_mxfp4; /* experts as stored */
+    uint32_t
+        n_token_ids; /* ids below this name tokens (tokenizer.json), the other rows none; without that file: vocab */
 };
 
-/* config.json and generation_config.json of dir; every field checked, errors name file and field. */
+/* config.json, generation_config.json and tokenizer.json of dir; every field checked, errors name file and field. */
 enum td_status td_model_config_load(const char *dir, struct td_model_config *out, struct td_err *err);
 
-struct td_model;                  /* config + weights packed for the backend */
+/* YaRN frequencies [head_dim / 2] and the factor that multiplies cos and sin. */
+void td_model_rope(const struct td_model_config *c, float *freqs_out, float *factor_out);
+
+struct td_device;
+struct td_model; /* config + weights packed for the backend */
 struct td_model_options {
-    bool use_dummy_weights;       /* --load-format dummy: seeded, routes evenly */
+    bool use_dummy_weights; /* --load-format dummy: seeded, routes evenly */
     uint64_t dummy_seed;
-    uint32_t tp, rank;            /* this process holds all ranks of a group; 1, 0 for now */
+    uint32_t tp, rank;        /* this process holds all ranks of a group; 1, 0 for now */
+    struct td_device *device; /* where the weights go; outlives the model. NULL: a CPU device of the model's own */
 };
-enum td_status td_model_load(const char *dir, const struct td_model_options *o, struct td_model **out, struct td_err *err);
+enum td_status td_model_load(const char *dir, const struct td_model_options *o, struct td_model **out,
+                             struct td_err *err);
 void td_model_destroy(struct td_model *m);
 const struct td_model_config *td_model_config_of(const struct td_model *m);
-const char *td_model_fingerprint(const struct td_model *m); /* 32 hex digits; equal where config, tensors and contents are */
+const char *
+td_model_fingerprint(const struct td_model *m); /* 32 hex digits; equal where config, tensors and contents are */
 uint64_t td_model_weight_bytes(const struct td_model *m);
 
 #endif
