@@ -30,7 +30,7 @@
 #include "common/handoff/wire.h"
 #include "common/metrics/metrics.h"
 
-#define WINDOW_BYTES (64u << 20) /* in flight per send */
+#define WINDOW_BYTES (64u << 20) /* in flight per send, unless told otherwise */
 #define PUT_BYTES    (16u << 20) /* one put, unless a single page is larger */
 #define MAX_PEERS    1024u       /* lives of decode workers remembered; a STOP from one more is not answered */
 #define MAX_REPLIES  4096u       /* answers to STOP waiting for their flush */
@@ -132,6 +132,7 @@ struct td_tx {
     uint64_t incarnation;
     struct td_list sends, peers, paths, replies, free_puts;
     uint32_t n_peers, n_replies;
+    uint64_t window_bytes, put_bytes;
     bool is_detached;         /* the transfer goes away: nothing is posted, flushed or told any more */
     struct td_xfer_seg *segs; /* room for one put */
     uint32_t n_segs_max;
@@ -345,10 +346,10 @@ static void post_waiting(struct td_tx_send *s)
     struct td_tx *tx = s->tx;
     while (!td_list_is_empty(&s->waiting)) {
         struct put *p = TD_LIST_ENTRY(s->waiting.next, struct put, link);
-        uint64_t page = page_bytes(s, p->group), n_fit = PUT_BYTES / page;
+        uint64_t page = page_bytes(s, p->group), n_fit = tx->put_bytes / page;
         if (n_fit == 0) n_fit = 1;
         uint64_t n = p->end - p->first < n_fit ? p->end - p->first : n_fit;
-        if (s->n_in_flight > 0 && s->bytes_in_flight + n * page > WINDOW_BYTES) return;
+        if (s->n_in_flight > 0 && s->bytes_in_flight + n * page > tx->window_bytes) return;
         if (n < p->end - p->first) { /* the first part goes, the rest waits on */
             struct put *part = put_take(tx);
             if (part == NULL) {
@@ -478,6 +479,8 @@ enum td_status td_tx_create(const struct td_tx_ports *ports, const struct td_tx_
     tx->ports = *ports;
     tx->src = *src;
     tx->incarnation = incarnation;
+    tx->window_bytes = WINDOW_BYTES;
+    tx->put_bytes = PUT_BYTES;
     tx->reaper.fire = reap;
     td_list_init(&tx->sends);
     td_list_init(&tx->peers);
@@ -486,6 +489,12 @@ enum td_status td_tx_create(const struct td_tx_ports *ports, const struct td_tx_
     td_list_init(&tx->free_puts);
     *out = tx;
     return TD_OK;
+}
+
+void td_tx_set_window(struct td_tx *tx, uint64_t window_bytes, uint64_t put_bytes)
+{
+    tx->window_bytes = window_bytes;
+    tx->put_bytes = put_bytes;
 }
 
 void *td_tx_owner(const struct td_tx_send *s) { return s->owner; }

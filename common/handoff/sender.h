@@ -39,6 +39,8 @@ struct td_tx_pages {
 
 enum td_status td_tx_create(const struct td_tx_ports *ports, const struct td_tx_source *src, uint64_t incarnation,
                             struct td_tx **out);
+/* Bytes in flight per send and per put at most (a single page may be more); defaults 64 MiB and 16 MiB. */
+void td_tx_set_window(struct td_tx *tx, uint64_t window_bytes, uint64_t put_bytes);
 /* The transfer is about to be destroyed: sends end as its requests come back, nothing is posted or told any more. */
 void td_tx_detach(struct td_tx *tx);
 /* After td_tx_detach and the transfer's destruction: nothing may be in flight. Sends get no ended any more. NULL is

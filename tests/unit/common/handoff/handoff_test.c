@@ -69,6 +69,43 @@ static void layers_travel_while_later_chunks_are_computed(void **state)
     assert_int_equal(q->n_ready, 1);
 }
 
+static void no_more_than_the_window_is_in_flight(void **state)
+{
+    struct pair *w = *state;
+    td_tx_set_window(w->tx, 3 * 64, 2 * 64); /* three pages; two a put */
+    pair_introduce(w);
+    struct want *q = reserve(w, 40, 0);
+    begin(w, q);
+    all_layers(w, q);
+    td_tx_finish(w->tx, q->s, 1);
+    turn(w);
+    assert_int_equal(n_ops(w), 1);
+    settle(w);
+    assert_int_equal(q->n_ready, 1);
+    assert_int_equal(q->tx_bytes, td_handoff_bytes(w->layout, WINDOW, 40, 0));
+}
+
+static void a_stop_drops_what_waits_for_the_window(void **state)
+{
+    struct pair *w = *state;
+    td_tx_set_window(w->tx, 64, 64);
+    pair_introduce(w);
+    struct want *q = reserve(w, 40, 0);
+    begin(w, q);
+    all_layers(w, q);
+    td_tx_finish(w->tx, q->s, 1);
+    td_rx_end(w->rx, q->r);
+    deliver_all(w);
+    turn(w);
+    assert_int_equal(n_ops(w), 1);
+    happen_nth(w, 0);
+    assert_int_equal(n_ops(w), 1); /* the flush, no other put */
+    settle(w);
+    assert_int_equal(q->tx_st, TD_E_STALE);
+    assert_int_equal(q->tx_bytes, 64);
+    assert_int_equal(q->n_rx_ended, 1);
+}
+
 static void complete_is_sent_only_after_the_flush(void **state)
 {
     struct pair *w = *state;
@@ -500,6 +537,9 @@ static void wild(uint64_t seed)
 {
     struct pair *w = pair_create(seed);
     uint64_t next_inc = 0xa2, known_dead = 0;
+    w->window_bytes = (1 + draw(w) % 6) * 64;
+    w->put_bytes = (1 + draw(w) % 3) * 64;
+    td_tx_set_window(w->tx, w->window_bytes, w->put_bytes);
     if (draw(w) % 2) pair_introduce(w);
     for (int i = 0; i < 250; i++) {
         struct want *q =
@@ -607,6 +647,8 @@ int main(void)
         T(kv_arrives_and_is_ready),
         T(blocks_that_the_receiver_holds_do_not_travel),
         T(layers_travel_while_later_chunks_are_computed),
+        T(no_more_than_the_window_is_in_flight),
+        T(a_stop_drops_what_waits_for_the_window),
         T(complete_is_sent_only_after_the_flush),
         T(a_stop_before_the_run_makes_the_run_stale),
         T(a_stop_among_puts_waits_for_them),

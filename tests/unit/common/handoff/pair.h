@@ -78,6 +78,7 @@ struct pair {
     uint64_t p_inc;
     bool p_reachable; /* D can send to P */
     bool put_fails;
+    uint64_t window_bytes, put_bytes; /* of the next sender; 0: its own */
     unsigned n_peer_closes, n_peer_opens;
     struct td_kv_group_layout layout[TD_KV_N_GROUPS], src_layout[TD_KV_N_GROUPS];
     uint8_t *dst[TD_KV_N_GROUPS], *src[TD_KV_N_GROUPS];
@@ -418,6 +419,7 @@ static void pair_start_sender(struct pair *w, uint64_t incarnation)
     memcpy(src.kv, w->src_layout, sizeof src.kv);
     w->p_inc = incarnation;
     assert_int_equal(td_tx_create(&ports, &src, incarnation, &w->tx), TD_OK);
+    if (w->window_bytes > 0) td_tx_set_window(w->tx, w->window_bytes, w->put_bytes);
 }
 static inline void pair_introduce(struct pair *w)
 {
