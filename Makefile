@@ -6,6 +6,8 @@ CC         := $(if $(filter default undefined,$(origin CC)),gcc,$(CC))
 CUDA       ?= auto
 SAN        ?=
 OPT        ?= -O2
+Q          := $(if $(V),,@)
+say         = $(if $(V),,@echo '  $(1) $(2)')
 .DEFAULT_GOAL := all
 
 # ---- what the machine has -------------------------------------------------------------------------------------------
@@ -53,44 +55,55 @@ all: $(BINARIES)
 
 $(BUILD)/bin/tandem-router: $(BUILD)/obj/router/main.o $(call link_libs,$(ROUTER_LAYERS))
 	@mkdir -p $(@D)
-	$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS)
+	$(call say,link,$@)
+	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS)
 $(BUILD)/bin/tandem-prefill: $(BUILD)/obj/prefill/main.o $(call link_libs,$(WORKER_LAYERS) prefill)
 	@mkdir -p $(@D)
-	$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
+	$(call say,link,$@)
+	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
 $(BUILD)/bin/tandem-decode: $(BUILD)/obj/decode/main.o $(call link_libs,$(WORKER_LAYERS) decode)
 	@mkdir -p $(@D)
-	$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
+	$(call say,link,$@)
+	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
 $(BUILD)/bin/tandemctl: $(BUILD)/obj/deploy/ctl/main.o $(call link_libs,$(CTL_LAYERS))
 	@mkdir -p $(@D)
-	$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS)
+	$(call say,link,$@)
+	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS)
 
 define LAYER_RULE
 $(call lib_of,$(1)): $(call layer_obj,$(1))
 	@mkdir -p $$(@D)
 	@rm -f $$@
-	ar rcs $$@ $$^
+	$$(call say,ar  ,$$@)
+	$$(Q)ar rcs $$@ $$^
 endef
 $(foreach l,$(LAYERS),$(eval $(call LAYER_RULE,$(l))))
 
 $(BUILD)/lib/libproto.a: $(GEN_C:.c=.o)
 	@mkdir -p $(@D)
-	ar rcs $@ $^
+	$(call say,ar  ,$@)
+	$(Q)ar rcs $@ $^
 $(BUILD)/lib/libllhttp.a: $(patsubst %,$(BUILD)/obj/llhttp/%.o,api http llhttp)
 	@mkdir -p $(@D)
-	ar rcs $@ $^
+	$(call say,ar  ,$@)
+	$(Q)ar rcs $@ $^
 $(BUILD)/obj/llhttp/%.o: $(LLHTTP_SRC)/%.c
 	@mkdir -p $(@D)
-	$(CC) $(CPPFLAGS) -std=gnu11 -O2 -w -pthread $(SANFLAGS) -c -o $@ $<
+	$(call say,cc  ,$<)
+	$(Q)$(CC) $(CPPFLAGS) -std=gnu11 -O2 -w -pthread $(SANFLAGS) -c -o $@ $<
 
 $(BUILD)/gen/proto/%.pb-c.c $(BUILD)/gen/proto/%.pb-c.h: proto/%.proto $(PROTOS)
 	@mkdir -p $(BUILD)/gen
-	protoc-c --c_out=$(BUILD)/gen $<
+	$(call say,gen ,$<)
+	$(Q)protoc-c --c_out=$(BUILD)/gen $<
 $(BUILD)/gen/proto/%.o: $(BUILD)/gen/proto/%.pb-c.c | $(GEN_H)
-	$(CC) $(CPPFLAGS) -std=c17 -O2 -w -pthread $(SANFLAGS) -c -o $@ $<
+	$(call say,cc  ,$<)
+	$(Q)$(CC) $(CPPFLAGS) -std=c17 -O2 -w -pthread $(SANFLAGS) -c -o $@ $<
 
 $(BUILD)/obj/%.o: %.c | $(GEN_H)
 	@mkdir -p $(@D)
-	$(CC) $(CPPFLAGS) $(CFLAGS) $(CFLAGS_$(subst /,_,$*)) -c -o $@ $<
+	$(call say,cc  ,$<)
+	$(Q)$(CC) $(CPPFLAGS) $(CFLAGS) $(CFLAGS_$(subst /,_,$*)) -c -o $@ $<
 
 # ---- unit tests: every tests/unit/**/X_test.c is a cmocka program linked with all layers -----------------------------------
 UNIT_SRC   := $(shell find tests/unit -name '*_test.c' 2>/dev/null | sort)
@@ -98,7 +111,8 @@ UNIT_BIN   := $(UNIT_SRC:tests/unit/%.c=$(BUILD)/unit/%)
 SUPPORT_OBJ := $(patsubst %.c,$(BUILD)/obj/%.o,$(wildcard tests/support/*.c))
 $(BUILD)/unit/%: $(BUILD)/obj/tests/unit/%.o $(SUPPORT_OBJ) $(call link_libs,$(LAYERS))
 	@mkdir -p $(@D)
-	$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS) -lcmocka
+	$(call say,link,$@)
+	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS) -lcmocka
 .PHONY: unit-build unit
 unit-build: $(UNIT_BIN)
 # ONLY=common/text runs the tests whose path contains it.
@@ -114,7 +128,8 @@ FUZZ_SRC   := $(wildcard tests/fuzz/*_fuzz.c)
 FUZZ_BIN   := $(FUZZ_SRC:tests/fuzz/%.c=$(BUILD)/fuzz/%)
 $(BUILD)/fuzz/%: $(BUILD)/obj/tests/fuzz/%.o $(call link_libs,$(LAYERS))
 	@mkdir -p $(@D)
-	$(CC) $(LDFLAGS) -fsanitize=fuzzer -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
+	$(call say,link,$@)
+	$(Q)$(CC) $(LDFLAGS) -fsanitize=fuzzer -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
 .PHONY: fuzz fuzz-build fuzz-run
 fuzz-build: $(FUZZ_BIN)
 fuzz-run: fuzz-build
@@ -129,11 +144,13 @@ fuzz:
 SUPPORT_PROGS := $(patsubst tests/support/%/main.c,$(BUILD)/bin/%,$(wildcard tests/support/*/main.c))
 $(SUPPORT_PROGS): $(BUILD)/bin/%: $(BUILD)/obj/tests/support/%/main.o $(call link_libs,$(WORKER_LAYERS))
 	@mkdir -p $(@D)
-	$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
+	$(call say,link,$@)
+	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
 BENCH_PROGS := $(patsubst tests/bench/%.c,$(BUILD)/bin/bench/%,$(wildcard tests/bench/*.c))
 $(BENCH_PROGS): $(BUILD)/bin/bench/%: $(BUILD)/obj/tests/bench/%.o $(call link_libs,$(WORKER_LAYERS))
 	@mkdir -p $(@D)
-	$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
+	$(call say,link,$@)
+	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
 .PHONY: bench
 bench: $(BENCH_PROGS)   ## build the benchmark programs into build/bin/bench
 
@@ -145,10 +162,12 @@ ifneq ($(and $(NVCC),$(CU_SRC)),)
 all: $(BUILD)/lib/libtandem-cuda.so
 $(BUILD)/obj/%.cu.o: %.cu
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) -I. -MMD -MP -c -o $@ $<
+	$(call say,nvcc,$<)
+	$(Q)$(NVCC) $(NVCCFLAGS) -I. -MMD -MP -c -o $@ $<
 $(BUILD)/lib/libtandem-cuda.so: $(CU_SRC:%=$(BUILD)/obj/%.o)
 	@mkdir -p $(@D)
-	$(NVCC) -shared -o $@ $^ -lcublasLt
+	$(call say,nvcc,$@)
+	$(Q)$(NVCC) -shared -o $@ $^ -lcublasLt
 endif
 
 # ---- what people call -----------------------------------------------------------------------------------------------------------
