@@ -137,7 +137,7 @@ enum td_status td_tcp_listen(struct td_loop *l, const char *address,
                              struct td_tcp_listener **out, struct td_err *err)
 {
     char host[256];
-    const char *port;
+    const char *port = NULL;
     enum td_status st = split_address(address, host, sizeof host, &port, err);
     if (st != TD_OK) return st;
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE | AI_NUMERICSERV}, *found = NULL;
