@@ -1,0 +1,362 @@
+"""common/rpc against a foreign client (grpcio): the small server tests/support/rpc_echo_server."""
+import concurrent.futures
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import grpc
+import pytest
+
+from conftest import BIN, free_port, health_grpc, health_pb2, inference_pb2, wait_until
+
+UTF8 = "größer als 100 % – „ja“ 😀 \"x\"\\n"
+
+
+class Echo:
+    """The server as a process and a channel to it."""
+
+    def __init__(self, address="127.0.0.1:0", *keepalive):
+        self.process = subprocess.Popen([str(BIN / "rpc_echo_server"), address, *keepalive], stdout=subprocess.PIPE,
+                                        stderr=subprocess.PIPE, text=True)
+        line = self.process.stdout.readline()
+        assert line.startswith("listening "), line + self.process.stderr.read()
+        self.address = f"127.0.0.1:{line.split()[1]}"
+        self.log = []
+        threading.Thread(target=self._drain_log, daemon=True).start()
+        self.channel = grpc.insecure_channel(self.address)
+        self.health = health_grpc.HealthStub(self.channel)
+
+    def _drain_log(self):
+        for line in self.process.stderr:
+            self.log.append(line)
+
+    def method(self, name, kind="unary_unary"):
+        return getattr(self.channel, kind)(f"/tandem.test.Echo/{name}",
+                                           request_serializer=inference_pb2.TokenizeRequest.SerializeToString,
+                                           response_deserializer=inference_pb2.DetokenizeReply.FromString)
+
+    def call(self, name, model="", text=b"", timeout=20, **more):
+        return self.method(name)(request(model, text), timeout=timeout, **more).text
+
+    def close(self):
+        self.channel.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+        assert self.process.wait(20) == 0, "".join(self.log)
+
+
+def request(model="", text=b""):
+    return inference_pb2.TokenizeRequest(model=model, text=text if isinstance(text, bytes) else text.encode())
+
+
+@pytest.fixture(scope="module")
+def shared():
+    e = Echo()
+    yield e
+    e.close()
+
+
+@pytest.fixture
+def echo():
+    e = Echo()
+    yield e
+    e.close()
+
+
+def status_of(call):
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return caught.value
+
+
+# --- calls -------------------------------------------------------------------------------------------------------------------
+def test_unary_echoes(shared):
+    assert shared.call("Unary", text=UTF8).decode() == UTF8
+    assert shared.call("Unary", text=bytes(range(256))) == bytes(range(256))
+    assert shared.call("Unary") == b""
+
+
+def test_stream_is_in_order(shared):
+    replies = shared.method("Count", "unary_stream")(request("500"), timeout=20)
+    assert [r.text for r in replies] == [str(i).encode() for i in range(500)]
+    assert replies.code() == grpc.StatusCode.OK
+
+
+def test_stream_of_nothing_is_ok(shared):
+    assert list(shared.method("Count", "unary_stream")(request("0"), timeout=20)) == []
+
+
+def test_bidi_answers_each_message_before_the_next(shared):
+    answered = threading.Event()
+
+    def requests():
+        for i in range(20):
+            answered.clear()
+            yield request(text=f"m{i}")
+            assert answered.wait(20)
+
+    got = []
+    for reply in shared.method("Bidi", "stream_stream")(requests(), timeout=40):
+        got.append(reply.text)
+        answered.set()
+    assert got == [f"m{i}".encode() for i in range(20)]
+
+
+def test_300_calls_at_once(shared):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        calls = [shared.method("Unary").future(request(text=str(i)), timeout=60) for i in range(300)]
+        assert list(pool.map(lambda c: int(c.result().text), calls)) == list(range(300))
+
+
+# --- ends --------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name, code", [
+    ("INVALID", grpc.StatusCode.INVALID_ARGUMENT), ("NOT_FOUND", grpc.StatusCode.NOT_FOUND),
+    ("NO_PAGES", grpc.StatusCode.RESOURCE_EXHAUSTED), ("UNAVAILABLE", grpc.StatusCode.UNAVAILABLE),
+    ("UNKNOWN_PEER", grpc.StatusCode.FAILED_PRECONDITION), ("STALE", grpc.StatusCode.ABORTED),
+    ("INTERNAL", grpc.StatusCode.INTERNAL), ("CANCELED", grpc.StatusCode.CANCELLED)])
+def test_status_text_and_name_arrive(shared, name, code):
+    error = status_of(lambda: shared.call("Unary", model=name, text=UTF8))
+    assert error.code() == code
+    assert error.details() == UTF8
+    assert dict(error.trailing_metadata())["tandem-status"] == name
+
+
+def test_unknown_method_is_named(shared):
+    for path in ("/tandem.test.Echo/Nothing", "/no.such.Service/Unary", "/tandem.test.Echo/" + "x" * 3000):
+        call = shared.channel.unary_unary(path)
+        error = status_of(lambda: call(b"", timeout=20))
+        assert error.code() == grpc.StatusCode.UNIMPLEMENTED
+        assert path[:100] in error.details()
+
+
+def test_deadline_ends_the_call_on_both_sides(echo):
+    call = echo.method("Sleep", "unary_stream")(request(), timeout=0.5)
+    began = time.monotonic()
+    error = status_of(lambda: list(call))
+    assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert time.monotonic() - began < 10
+    wait_until("the server saw the deadline", lambda: echo.call("Last") == b"DEADLINE")
+
+
+def test_cancel_reaches_an_idle_call(echo):
+    call = echo.method("Sleep", "unary_stream")(request(), timeout=60)
+    assert next(call).text == b"asleep"
+    call.cancel()
+    wait_until("the server saw the cancel", lambda: echo.call("Last") == b"CANCELED")
+
+
+def test_vanished_client_reaches_an_idle_call(echo):
+    code = ("import grpc,sys,os\n"
+            f"c=grpc.insecure_channel('{echo.address}').unary_stream('/tandem.test.Echo/Sleep')(b'')\n"
+            "next(c)\nos._exit(0)\n")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    wait_until("the server saw it leave", lambda: echo.call("Last") == b"CANCELED")
+
+
+def test_hung_client_is_found_by_keepalive():
+    """A stopped process keeps its connection; only pings tell that nobody is there."""
+    e = Echo("127.0.0.1:0", "500", "500")
+    code = ("import grpc,time\n"
+            f"c=grpc.insecure_channel('{e.address}').unary_stream('/tandem.test.Echo/Sleep')(b'')\n"
+            "next(c)\nprint('open',flush=True)\ntime.sleep(60)\n")
+    client = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert client.stdout.readline() == "open\n"
+    time.sleep(2)
+    assert e.call("Last") == b""          # a living one answers the pings
+    client.send_signal(signal.SIGSTOP)
+    wait_until("the server gave it up", lambda: e.call("Last") == b"CANCELED")
+    client.kill()
+    client.wait()
+    e.close()
+
+
+def test_server_killed_mid_stream_is_unavailable():
+    e = Echo()
+    call = e.method("Sleep", "unary_stream")(request(), timeout=60)
+    next(call)
+    e.process.kill()
+    error = status_of(lambda: next(call))
+    assert error.code() == grpc.StatusCode.UNAVAILABLE
+    e.process.wait()
+    e.channel.close()
+
+
+# --- limits ------------------------------------------------------------------------------------------------------------------
+def test_oversize_message_is_refused(shared):
+    for n in (65536, 70000, 1 << 20):
+        error = status_of(lambda: shared.call("Unary", text=b"x" * n))
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert len(shared.call("Unary", text=b"x" * 65000)) == 65000
+
+
+def test_undecodable_message_is_refused_by_name(shared):
+    call = shared.channel.unary_unary("/tandem.test.Echo/Unary")
+    for junk in (b"\x0a\x05ab", b"\xff" * 40, b"\x0f"):
+        error = status_of(lambda: call(junk, timeout=20))
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "tandem.v1.TokenizeRequest" in error.details()
+    error = status_of(lambda: call(b"\x0a\x01\xff", timeout=20))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "field model" in error.details()
+
+
+def test_compressed_message_is_refused_and_hurts_nobody(shared):
+    error = status_of(lambda: shared.call("Unary", text=b"\0" * 60000, compression=grpc.Compression.Gzip))
+    assert error.code() == grpc.StatusCode.UNIMPLEMENTED
+    assert shared.call("Unary", text=b"fine") == b"fine"
+
+
+def test_message_after_the_only_one_is_refused(shared):
+    call = shared.method("Sleep", "stream_stream")(iter([request(), request()]), timeout=20)
+    error = status_of(lambda: list(call))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_no_message_at_all_is_refused(shared):
+    error = status_of(lambda: list(shared.method("Unary", "stream_stream")(iter([]), timeout=20)))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "no request message" in error.details()
+
+
+def test_slow_reader_is_aborted_though_its_window_is_full(echo):
+    call = echo.method("Flood", "unary_stream")(request("abort"), timeout=60)
+    wait_until("the server gave up", lambda: echo.call("Last") == b"SLOW_CLIENT")
+    error = status_of(lambda: [None for _ in call])
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert error.details() == "read faster, bitte schön"
+
+
+def test_slow_reader_costs_bounded_memory_and_the_loop_stays_free(echo):
+    def resident_kb():
+        return int(next(line for line in open(f"/proc/{echo.process.pid}/status") if line.startswith("VmRSS")).split()[1])
+    echo.call("Unary")
+    before = resident_kb()
+    calls = [echo.method("Flood", "unary_stream")(request(), timeout=60) for _ in range(4)]
+    for call in calls:
+        next(call)
+    time.sleep(1)
+    assert echo.call("Unary", text=b"alive") == b"alive"
+    assert resident_kb() - before < 4 * 16 * 1024
+    for call in calls:
+        call.cancel()
+    wait_until("the server dropped them", lambda: echo.call("Last") == b"CANCELED")
+
+
+# --- metadata ----------------------------------------------------------------------------------------------------------------
+def test_metadata_can_be_read(shared):
+    md = (("x-tandem-a", "first"), ("x-tandem-b", "zweiter"), ("x-tandem-a", "again"))
+    assert shared.call("Metadata", text="x-tandem-a", metadata=md) == b"first"
+    assert shared.call("Metadata", text="x-tandem-b", metadata=md) == b"zweiter"
+    assert status_of(lambda: shared.call("Metadata", text="x-tandem", metadata=md)).code() == grpc.StatusCode.NOT_FOUND
+
+
+def test_metadata_over_the_limit_costs_at_most_its_own_connection(shared):
+    with grpc.insecure_channel(shared.address, options=[("grpc.use_local_subchannel_pool", 1)]) as own:
+        call = own.unary_unary("/tandem.test.Echo/Unary")
+        error = status_of(lambda: call(b"", timeout=20, metadata=(("x-long", "v" * 40000),)))
+        assert error.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
+    assert shared.call("Unary", text=b"fine") == b"fine"
+
+
+# --- health ------------------------------------------------------------------------------------------------------------------
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_health_check(shared):
+    def check(service):
+        return shared.health.Check(health_pb2.HealthCheckRequest(service=service), timeout=20).status
+    assert check("") == SERVING
+    assert check("tandem.test.Echo") == SERVING
+    assert status_of(lambda: check("no.such.Service")).code() == grpc.StatusCode.NOT_FOUND
+    shared.call("Serving", model="off")
+    assert check("") == NOT_SERVING
+    shared.call("Serving", model="on")
+    assert check("") == SERVING
+
+
+def test_health_watch(shared):
+    watch = shared.health.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+    assert next(watch).status == SERVING
+    shared.call("Serving", model="off")
+    assert next(watch).status == NOT_SERVING
+    shared.call("Serving", model="on")
+    assert next(watch).status == SERVING
+    watch.cancel()
+    unknown = shared.health.Watch(health_pb2.HealthCheckRequest(service="no.such.Service"), timeout=60)
+    assert next(unknown).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+    unknown.cancel()
+
+
+def test_health_with_the_standard_package(shared):
+    """In a process of its own: it registers the same message names as our stubs."""
+    code = ("import grpc\nfrom grpc_health.v1 import health_pb2, health_pb2_grpc\n"
+            f"s=health_pb2_grpc.HealthStub(grpc.insecure_channel('{shared.address}'))\n"
+            "print(s.Check(health_pb2.HealthCheckRequest(service='tandem.test.Echo'),timeout=20).status)\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "1"
+
+
+# --- life --------------------------------------------------------------------------------------------------------------------
+def test_sigterm_finishes_what_runs_and_takes_no_more():
+    e = Echo()
+    finish = threading.Event()
+
+    def requests():
+        yield request(text="one")
+        assert finish.wait(20)
+        yield request(text="two")
+
+    call = e.method("Bidi", "stream_stream")(requests(), timeout=30)
+    assert next(call).text == b"one"
+    watch = e.health.Watch(health_pb2.HealthCheckRequest(), timeout=30)
+    assert next(watch).status == SERVING
+    e.process.send_signal(signal.SIGTERM)
+    assert next(watch).status == NOT_SERVING
+    host, port = e.address.split(":")
+
+    def refused():
+        try:
+            socket.create_connection((host, int(port)), 1).close()
+            return False
+        except OSError:
+            return True
+    wait_until("the port is closed", refused)
+    finish.set()
+    assert [r.text for r in call] == [b"two"]
+    assert e.process.wait(20) == 0
+    e.channel.close()
+
+
+def test_sigterm_cancels_what_does_not_end():
+    e = Echo()
+    call = e.method("Sleep", "unary_stream")(request(), timeout=60)
+    next(call)
+    began = time.monotonic()
+    e.process.send_signal(signal.SIGTERM)
+    error = status_of(lambda: next(call))
+    assert error.code() == grpc.StatusCode.UNAVAILABLE
+    assert e.process.wait(20) == 0
+    assert time.monotonic() - began > 1.9
+    e.channel.close()
+
+
+def test_port_in_use_is_said():
+    port = free_port()
+    e = Echo(f"127.0.0.1:{port}")
+    second = subprocess.run([str(BIN / "rpc_echo_server"), e.address], capture_output=True, text=True, timeout=30)
+    assert second.returncode == 1
+    assert f"cannot listen on {e.address}: Address already in use" in second.stderr
+    e.close()
+
+
+def test_garbage_does_not_disturb(shared):
+    host, port = shared.address.split(":")
+    for junk in (b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", os.urandom(4096), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + os.urandom(2048)):
+        with socket.create_connection((host, int(port)), 5) as s:
+            s.sendall(junk)
+    assert shared.call("Unary", text=b"fine") == b"fine"
+    assert shared.process.poll() is None
