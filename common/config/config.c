@@ -276,22 +276,23 @@ static void help_line(const struct td_flag *f, struct td_buf *out)
     env_name(f, env);
     td_buf_printf(out, "  --%s%s%s\n        %s\n        ", f->type == FLAG_bool ? "[no-]" : "", dashes,
                   type_names[f->type], f->help);
-    if (f->type == FLAG_str && f->max == 1) {
-        td_buf_str(out, "must be set");
-    } else {
+    if (f->type == FLAG_str && f->max == 1)
+        td_buf_str(out, "must be set; ");
+    else if (f->type == FLAG_str && f->def_str[0] != 0)
+        td_buf_printf(out, "default: %s; ", f->def_str);
+    else if (f->type != FLAG_str) { /* an empty text needs its help to say what it means */
         td_buf_str(out, "default: ");
-        if (f->type != FLAG_str)
-            td_flag_print_number(f->type, f->def, out);
-        else
-            td_buf_str(out, f->def_str[0] != 0 ? f->def_str : "none");
+        td_flag_print_number(f->type, f->def, out);
+        td_buf_str(out, "; ");
     }
     if (f->type != FLAG_str && f->type != FLAG_bool) {
-        td_buf_str(out, "; from ");
+        td_buf_str(out, "from ");
         td_flag_print_number(f->type, f->min, out);
         td_buf_str(out, " to ");
         td_flag_print_number(f->type, f->max, out);
+        td_buf_str(out, "; ");
     }
-    td_buf_printf(out, "; %s\n", env);
+    td_buf_printf(out, "%s\n", env);
 }
 
 void td_config_help(enum td_daemon d, struct td_buf *out)
