@@ -17,9 +17,9 @@
 
 #include "kernels/kv_layout.h"
 
-#define TD_MAX_PIECES    64u
-#define TD_EXPERT_PIECES 8u /* slices of an expert's width: TP up to 8 */
-#define TD_MAX_TOP_K     16u
+#define TD_MAX_PIECES        64u
+#define TD_EXPERT_PIECES     8u /* slices of an expert's width: TP up to 8 */
+#define TD_MAX_TOKEN_EXPERTS 16u
 
 /* Pieces of a sum over k. Piece i ends before end[i]; after it, the two topmost sums on the stack are added merges[i]
  * times: the post-order of a tree that halves [0, n) again and again. */

@@ -33,6 +33,11 @@ enum td_status td_device_upload(struct td_device *d, void *to, const void *from_
     return d->backend->upload(d, to, from_host, bytes);
 }
 
+enum td_status td_device_download(struct td_device *d, void *to_host, const void *from, size_t bytes)
+{
+    return d->backend->download(d, to_host, from, bytes);
+}
+
 size_t td_device_packed_bytes(const struct td_device *d, uint32_t n_out, uint32_t n_in, enum td_row_order order,
                               size_t *bias_out)
 {

@@ -31,6 +31,7 @@ struct td_backend {
     enum td_status (*alloc)(struct td_device *d, size_t bytes, void **out); /* aligned to 64, not cleared */
     void (*free)(struct td_device *d, void *p);
     enum td_status (*upload)(struct td_device *d, void *to, const void *from_host, size_t bytes);
+    enum td_status (*download)(struct td_device *d, void *to_host, const void *from, size_t bytes);
     size_t (*packed_bytes)(const struct td_device *d, uint32_t n_out, uint32_t n_in, enum td_row_order order,
                            size_t *bias_out);
     size_t (*scratch_bytes)(const struct td_device *d, const struct td_scratch_shape *s);
@@ -55,6 +56,7 @@ const char *td_device_describe(const struct td_device *d); /* "cpu" */
 enum td_status td_device_alloc(struct td_device *d, size_t bytes, void **out);
 void td_device_free(struct td_device *d, void *p); /* NULL is fine */
 enum td_status td_device_upload(struct td_device *d, void *to, const void *from_host, size_t bytes);
+enum td_status td_device_download(struct td_device *d, void *to_host, const void *from, size_t bytes);
 /* Bytes of a packed matrix; *bias_out: bytes of its bias. */
 size_t td_device_packed_bytes(const struct td_device *d, uint32_t n_out, uint32_t n_in, enum td_row_order order,
                               size_t *bias_out);

@@ -43,10 +43,10 @@ static void cpu_free(struct td_device *d, void *p)
     free(p);
 }
 
-static enum td_status cpu_upload(struct td_device *d, void *to, const void *from_host, size_t bytes)
+static enum td_status cpu_copy(struct td_device *d, void *to, const void *from, size_t bytes)
 {
     (void)d;
-    memcpy(to, from_host, bytes);
+    memcpy(to, from, bytes);
     return TD_OK;
 }
 
@@ -105,7 +105,8 @@ const struct td_backend td_backend_cpu = {
     .close = cpu_close,
     .alloc = cpu_alloc,
     .free = cpu_free,
-    .upload = cpu_upload,
+    .upload = cpu_copy,
+    .download = cpu_copy,
     .packed_bytes = cpu_packed_bytes,
     .scratch_bytes = cpu_scratch_bytes,
     .stream_create = cpu_stream_create,

@@ -150,7 +150,7 @@ size_t td_cpu_moe_scratch_bytes(uint32_t n_rows, uint32_t top_k, uint32_t n_expe
 
 enum td_status td_cpu_moe(struct td_stream *s, const struct td_moe_args *a)
 {
-    if (a->n_experts > 512 || a->top_k > TD_MAX_TOP_K || a->top_k > a->n_experts) return TD_E_UNSUPPORTED;
+    if (a->n_experts > 512 || a->top_k > TD_MAX_TOKEN_EXPERTS || a->top_k > a->n_experts) return TD_E_UNSUPPORTED;
     struct job j = {.s = td_cpu_stream(s), .a = a};
     size_t slots = (size_t)a->n_rows * a->top_k;
     char *at = a->scratch;

@@ -1,0 +1,294 @@
+#include "common/engine/forward.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "common/engine/plan_int.h"
+#include "common/engine/sample.h"
+
+#define LOGIT_ROWS 32u /* rows of logits that exist at a time: 26 MB of the large models' vocabulary */
+
+/* ---- life
+ * ------------------------------------------------------------------------------------------------------------- */
+
+static enum td_status check_layout(const struct td_forward *f, enum td_kv_group g, struct td_err *err)
+{
+    const struct td_kv_group_layout *l = &f->o.kv[g];
+    const char *which = g == TD_KV_SLIDING ? "sliding" : "full";
+    if (f->c->n_group_layers[g] == 0) return TD_OK;
+    if (l->n_layers != f->c->n_group_layers[g] || l->n_heads != f->c->n_kv_heads || l->head_dim != f->c->head_dim)
+        return td_err_set(
+            err, TD_E_BAD_CONFIG, "KV layout of %s layers: %u layers, %u heads of %u, but the model has %u, %u of %u",
+            which, l->n_layers, l->n_heads, l->head_dim, f->c->n_group_layers[g], f->c->n_kv_heads, f->c->head_dim);
+    if (l->page_tokens == 0 || l->n_pages == 0 || f->o.kv_base[g] == NULL)
+        return td_err_set(err, TD_E_BAD_CONFIG, "KV layout of %s layers: no pages", which);
+    if (l->dtype != TD_F32 && l->dtype != TD_BF16)
+        return td_err_set(err, TD_E_UNSUPPORTED, "KV type of %s layers: only bf16 and f32", which);
+    return TD_OK;
+}
+
+enum td_status td_forward_create(struct td_model *model, const struct td_engine_options *o, struct td_forward *out,
+                                 struct td_err *err)
+{
+    enum td_status st;
+    const struct td_model_config *c = td_model_config_of(model);
+    struct td_device *device = td_model_device_of(model);
+    struct td_forward f = {.c = c, .w = td_model_weights_of(model), .o = *o, .ops = td_device_ops(device)};
+    if (o->max_batch_tokens == 0 || o->max_batch_segments == 0 || o->max_context_tokens == 0)
+        TD_TRY(td_err_set(err, TD_E_BAD_CONFIG, "engine limits: none may be 0"));
+    uint32_t n_pages = 0;
+    for (enum td_kv_group g = 0; g < TD_KV_N_GROUPS; g++) {
+        TD_TRY(check_layout(&f, g, err));
+        if (c->n_group_layers[g] == 0) continue;
+        uint32_t n = (o->max_context_tokens - 1) / o->kv[g].page_tokens + 1;
+        if (n > n_pages) n_pages = n;
+    }
+    td_pieces_init(&f.o_pieces, c->n_heads * c->head_dim, c->n_kv_heads, 0, c->n_kv_heads);
+    td_pieces_init(&f.down_pieces, c->intermediate, TD_EXPERT_PIECES, 0, TD_EXPERT_PIECES);
+    struct td_scratch_shape scratch = {.n_rows = o->max_batch_tokens,
+                                       .top_k = c->top_k,
+                                       .n_experts = c->n_experts,
+                                       .intermediate = c->intermediate,
+                                       .hidden = c->hidden};
+    struct td_workspace_shape shape = {.T = o->max_batch_tokens,
+                                       .S = o->max_batch_segments,
+                                       .H = c->hidden,
+                                       .Q = (size_t)c->n_heads * c->head_dim,
+                                       .C = c->head_dim / 2,
+                                       .K = c->top_k,
+                                       .V = c->vocab,
+                                       .P = n_pages,
+                                       .R = o->max_batch_segments < LOGIT_ROWS ? o->max_batch_segments : LOGIT_ROWS,
+                                       .scratch_bytes = td_device_scratch_bytes(device, &scratch)};
+    TD_TRY(td_workspace_create(device, &shape, &f.ws, err));
+    st = td_stream_create(device, o->n_threads, &f.stream);
+    if (st != TD_OK) TD_TRY(td_err_set(err, st, "the engine's stream cannot be created"));
+    td_workspace_log(&f.ws);
+    *out = f;
+    return TD_OK;
+out:
+    td_forward_free(&f);
+    return st;
+}
+
+void td_forward_free(struct td_forward *f)
+{
+    td_stream_destroy(f->stream);
+    td_workspace_free(&f->ws);
+    *f = (struct td_forward){0};
+}
+
+/* ---- one layer
+ * ---------------------------------------------------------------------------------------------------------- */
+
+/* The rows that go through a layer: all of the batch, or its tail. */
+struct rows {
+    uint32_t n, n_seqs;
+    float *x, *t, *cos, *sin;
+    const uint32_t *positions;
+    const struct td_seq_rows *seqs[TD_KV_N_GROUPS];
+};
+
+static enum td_status project(struct td_forward *f, uint32_t layer, const struct rows *r, uint32_t parts)
+{
+    enum td_kv_group g = f->c->is_sliding[layer] ? TD_KV_SLIDING : TD_KV_FULL;
+    struct td_workspace *ws = &f->ws;
+    struct td_qkv_args a = {
+        .x = r->t,
+        .w = f->w->layers[layer].qkv,
+        .cos = r->cos,
+        .sin = r->sin,
+        .positions = r->positions,
+        .row_page = g == TD_KV_SLIDING ? ws->row_page_sliding.dev : ws->row_page_full.dev,
+        .kv = {.layout = f->o.kv[g], .pool = f->o.kv_base[g], .layer = f->c->layer_in_group[layer]},
+        .q = ws->q.dev,
+        .n_rows = r->n,
+        .n_heads = f->c->n_heads,
+        .n_kv_heads = f->c->n_kv_heads,
+        .head_dim = f->c->head_dim,
+        .parts = parts,
+    };
+    return f->ops->qkv(f->stream, &a);
+}
+
+/* From q to the normalised input of the next layer. */
+static enum td_status finish_layer(struct td_forward *f, uint32_t layer, const struct rows *r)
+{
+    enum td_status st;
+    const struct td_model_config *c = f->c;
+    const struct td_layer_weights *w = &f->w->layers[layer];
+    enum td_kv_group g = c->is_sliding[layer] ? TD_KV_SLIDING : TD_KV_FULL;
+    struct td_workspace *ws = &f->ws;
+    struct td_attention_args attention = {
+        .q = ws->q.dev,
+        .kv = {.layout = f->o.kv[g], .pool = f->o.kv_base[g], .layer = c->layer_in_group[layer]},
+        .seqs = r->seqs[g],
+        .pages = g == TD_KV_SLIDING ? ws->pages_sliding.dev : ws->pages_full.dev,
+        .n_seqs = r->n_seqs,
+        .sinks = w->sinks,
+        .out = ws->heads.dev,
+        .n_heads = c->n_heads,
+        .n_kv_heads = c->n_kv_heads,
+        .head_dim = c->head_dim,
+        .window = g == TD_KV_SLIDING ? c->window : 0,
+        .scale = 1.0f / sqrtf((float)c->head_dim),
+    };
+    TD_TRY(f->ops->attention(f->stream, &attention));
+    struct td_o_proj_args o = {.x = ws->heads.dev, .w = w->o, .pieces = f->o_pieces, .y = ws->attn.dev, .n_rows = r->n};
+    TD_TRY(f->ops->o_proj(f->stream, &o));
+    struct td_add_norm_args add = {.x = r->x,
+                                   .y = ws->attn.dev,
+                                   .bias = w->o_bias,
+                                   .w = w->post_norm,
+                                   .t = r->t,
+                                   .n_rows = r->n,
+                                   .dim = c->hidden,
+                                   .eps = c->rms_eps};
+    TD_TRY(f->ops->add_norm(f->stream, &add));
+    struct td_moe_args moe = {.x = r->t,
+                              .router = w->router,
+                              .gate_up = w->gate_up,
+                              .down = w->down,
+                              .pieces = f->down_pieces,
+                              .n_rows = r->n,
+                              .hidden = c->hidden,
+                              .intermediate = c->intermediate,
+                              .n_experts = c->n_experts,
+                              .top_k = c->top_k,
+                              .alpha = c->swiglu_alpha,
+                              .limit = c->swiglu_limit,
+                              .ids = ws->ids.dev,
+                              .weights = ws->weights.dev,
+                              .y = ws->experts.dev,
+                              .scratch = ws->scratch.dev};
+    TD_TRY(f->ops->moe(f->stream, &moe));
+    bool is_last = layer + 1 == c->n_layers;
+    struct td_moe_add_norm_args mix = {.x = r->x,
+                                       .y = ws->experts.dev,
+                                       .ids = ws->ids.dev,
+                                       .weights = ws->weights.dev,
+                                       .down_bias = w->down_bias,
+                                       .w = is_last ? f->w->final_norm : f->w->layers[layer + 1].input_norm,
+                                       .t = r->t,
+                                       .n_rows = r->n,
+                                       .dim = c->hidden,
+                                       .top_k = c->top_k,
+                                       .eps = c->rms_eps};
+    TD_TRY(f->ops->moe_add_norm(f->stream, &mix));
+    if (f->probe != NULL) f->probe(f->probe_user, (int32_t)layer, r->x, r->n, ws->ids.dev);
+out:
+    return st;
+}
+
+/* ---- the pass
+ * ----------------------------------------------------------------------------------------------------------- */
+
+/* Into tail_*: the rows that somebody samples from. Only they go on when the last layer's K and V are stored. */
+static enum td_status take_tail(struct td_forward *f, const struct rows *all, struct rows *out)
+{
+    enum td_status st;
+    struct td_workspace *ws = &f->ws;
+    const uint32_t *rows = ws->tail_rows.dev;
+    struct td_gather_args g = {
+        .x = all->x, .rows = rows, .y = ws->tail_x.dev, .n_rows = f->n_tail, .dim = f->c->hidden};
+    TD_TRY(f->ops->gather(f->stream, &g));
+    g.x = all->t;
+    g.y = ws->tail_t.dev;
+    TD_TRY(f->ops->gather(f->stream, &g));
+    g.dim = f->c->head_dim / 2;
+    g.x = all->cos;
+    g.y = ws->tail_cos.dev;
+    TD_TRY(f->ops->gather(f->stream, &g));
+    g.x = all->sin;
+    g.y = ws->tail_sin.dev;
+    TD_TRY(f->ops->gather(f->stream, &g));
+    *out = (struct rows){.n = f->n_tail,
+                         .n_seqs = f->n_tail,
+                         .x = ws->tail_x.dev,
+                         .t = ws->tail_t.dev,
+                         .cos = ws->tail_cos.dev,
+                         .sin = ws->tail_sin.dev,
+                         .seqs = {ws->tail_sliding.dev, ws->tail_full.dev}};
+out:
+    return st;
+}
+
+/* Logits of the tail rows, some at a time, and what their segments want of them. */
+static enum td_status finish(struct td_forward *f, struct td_batch *b, const struct rows *tail)
+{
+    struct td_workspace *ws = &f->ws;
+    uint32_t vocab = f->c->vocab, n_at_once = (uint32_t)(ws->logits.n / vocab);
+    for (uint32_t first = 0; first < tail->n; first += n_at_once) {
+        uint32_t n = tail->n - first < n_at_once ? tail->n - first : n_at_once;
+        struct td_lm_head_args a = {
+            .x = tail->t + (size_t)first * f->c->hidden, .w = f->w->lm_head, .logits = ws->logits.dev, .n_rows = n};
+        enum td_status st = f->ops->lm_head(f->stream, &a);
+        if (st == TD_OK) st = td_stream_sync(f->stream);
+        for (uint32_t i = 0; i < n && st == TD_OK; i++) {
+            struct td_segment *s = &b->segments[ws->tail_segments.host[first + i]];
+            float *row = ws->host_logits.host;
+            st = td_device_download(ws->device, row, ws->logits.dev + (size_t)i * vocab, vocab * sizeof *row);
+            if (st != TD_OK) break;
+            if (s->logits_out != NULL) memcpy(s->logits_out, row, vocab * sizeof *row);
+            /* Rows past n_token_ids name no token and cannot be drawn. */
+            if (s->want_token) td_sample(row, f->c->n_token_ids, s, ws->sample_scratch.host);
+        }
+        if (st != TD_OK) return st;
+    }
+    return TD_OK;
+}
+
+enum td_status td_forward_run(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
+                              void *user)
+{
+    enum td_status st;
+    const struct td_model_config *c = f->c;
+    struct td_workspace *ws = &f->ws;
+    TD_TRY(td_plan_make(f, b));
+    struct rows all = {.n = f->n_rows,
+                       .n_seqs = b->n_segments,
+                       .x = ws->x.dev,
+                       .t = ws->t.dev,
+                       .cos = ws->cos.dev,
+                       .sin = ws->sin.dev,
+                       .positions = ws->positions.dev,
+                       .seqs = {ws->seqs_sliding.dev, ws->seqs_full.dev}};
+    struct td_embed_args embed = {
+        .tokens = ws->tokens.dev, .table = f->w->embed, .x = all.x, .n_rows = all.n, .dim = c->hidden};
+    TD_TRY(f->ops->embed(f->stream, &embed));
+    struct td_rope_args rope = {.positions = all.positions,
+                                .freqs = f->w->rope_freqs,
+                                .factor = f->w->rope_factor,
+                                .cos = all.cos,
+                                .sin = all.sin,
+                                .n_rows = all.n,
+                                .half = c->head_dim / 2};
+    TD_TRY(f->ops->rope(f->stream, &rope));
+    if (f->probe != NULL) f->probe(f->probe_user, -1, all.x, all.n, NULL);
+    struct td_rmsnorm_args norm = {
+        .x = all.x, .w = f->w->layers[0].input_norm, .y = all.t, .n_rows = all.n, .dim = c->hidden, .eps = c->rms_eps};
+    TD_TRY(f->ops->rmsnorm(f->stream, &norm));
+    for (uint32_t layer = 0; layer < c->n_layers; layer++) {
+        bool is_last = layer + 1 == c->n_layers;
+        TD_TRY(project(f, layer, &all, is_last ? TD_QKV_KV : TD_QKV_Q | TD_QKV_KV));
+        if (on_layer != NULL) {
+            TD_TRY(td_stream_sync(f->stream));
+            on_layer(layer, user);
+        }
+        if (!is_last) {
+            TD_TRY(finish_layer(f, layer, &all));
+            continue;
+        }
+        if (f->n_tail == 0) break;
+        struct rows tail;
+        TD_TRY(take_tail(f, &all, &tail));
+        TD_TRY(project(f, layer, &tail, TD_QKV_Q));
+        TD_TRY(finish_layer(f, layer, &tail));
+        if (f->probe != NULL) f->probe(f->probe_user, (int32_t)c->n_layers, tail.t, tail.n, NULL);
+        TD_TRY(finish(f, b, &tail));
+    }
+    st = td_stream_sync(f->stream);
+out:
+    return st;
+}

@@ -1,0 +1,38 @@
+/* One forward pass over a batch: plan (segments into rows), layers, logits, sampling. Written once for all backends: it
+ * calls the ops of kernels/ops.def and nothing else of a device. One thread at a time. */
+#ifndef TD_ENGINE_FORWARD_H
+#define TD_ENGINE_FORWARD_H
+
+#include "common/engine/engine.h"
+#include "common/engine/workspace.h"
+#include "common/model/weights.h"
+
+struct td_forward {
+    const struct td_model_config *c;
+    const struct td_weights *w;
+    struct td_engine_options o;
+    struct td_stream *stream;
+    const struct td_ops *ops;
+    struct td_workspace ws;
+    struct td_pieces o_pieces, down_pieces;
+    uint32_t n_pages_max[TD_KV_N_GROUPS]; /* of one segment */
+    uint32_t n_rows, n_tail;              /* of the batch that runs */
+    /* For tests: hidden state after the embedding (layer -1), each layer, and the final norm (layer L): the rows that
+     * are there, which for the last two are the tail rows. ids: experts chosen in the layer, or NULL. */
+    void (*probe)(void *user, int32_t layer, const float *x, uint32_t n_rows, const uint32_t *ids);
+    void *probe_user;
+};
+
+enum td_status td_forward_create(struct td_model *model, const struct td_engine_options *o, struct td_forward *out,
+                                 struct td_err *err);
+void td_forward_free(struct td_forward *f); /* zero-initialised is fine */
+
+/* Can this batch run here? INVALID: over the limits, a token out of vocabulary, a page table that misses a visible
+ * position or names a page that does not exist. Any thread: reads the batch and the options only. */
+enum td_status td_forward_check(const struct td_forward *f, const struct td_batch *b);
+/* Runs it. on_layer (may be NULL) is called when the layer's KV is in its pages, before the rest of the layer is
+ * computed. */
+enum td_status td_forward_run(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
+                              void *user);
+
+#endif
