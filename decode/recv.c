@@ -6,10 +6,10 @@
 #include <string.h>
 
 #include "common/base/check.h"
+#include "common/base/json.h"
 #include "common/base/list.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
-#include "common/base/json.h"
 #include "common/metrics/metrics.h"
 
 #define MAX_PEERS 1024u /* beyond that the oldest that is gone or refused is forgotten */
@@ -74,7 +74,8 @@ static struct peer *find(const struct td_decode_recv *rv, uint64_t incarnation)
     return NULL;
 }
 
-/* --- introductions ------------------------------------------------------------------------------------------------- */
+/* --- introductions -------------------------------------------------------------------------------------------------
+ */
 
 static bool make_room(struct td_decode_recv *rv)
 {
@@ -88,7 +89,8 @@ static bool make_room(struct td_decode_recv *rv)
     return false;
 }
 
-static enum td_status open_way(struct td_decode_recv *rv, const struct td_descriptor *d, struct peer *p, struct td_err *err)
+static enum td_status open_way(struct td_decode_recv *rv, const struct td_descriptor *d, struct peer *p,
+                               struct td_err *err)
 {
     enum td_status st = td_peer_layout_check(&rv->layout, &d->layout, err);
     if (st != TD_OK) return st;
@@ -107,7 +109,8 @@ void td_decode_recv_introduce(struct td_decode_recv *rv, const Tandem__V1__PeerD
         return;
     }
     struct peer *p = find(rv, d->incarnation);
-    if (p != NULL && (p->way != NULL || p->status == TD_E_PEER_LOST)) { /* every router introduces it; the dead stay dead */
+    if (p != NULL &&
+        (p->way != NULL || p->status == TD_E_PEER_LOST)) { /* every router introduces it; the dead stay dead */
         free(d);
         return;
     }
@@ -128,7 +131,8 @@ void td_decode_recv_introduce(struct td_decode_recv *rv, const Tandem__V1__PeerD
     free(d);
     uint64_t incarnation = p->incarnation;
     if (p->status != TD_OK) {
-        TD_WARN("peer_refused", "peer=%016" PRIx64 " status=%s why=\"%s\"", incarnation, td_status_name(p->status), p->why);
+        TD_WARN("peer_refused", "peer=%016" PRIx64 " status=%s why=\"%s\"", incarnation, td_status_name(p->status),
+                p->why);
         if (p->status == TD_E_PEER_LOST) td_decode_worker_on_peer_lost(rv->w, incarnation);
         return;
     }
@@ -145,7 +149,8 @@ enum td_status td_decode_recv_check(const struct td_decode_recv *rv, uint64_t pr
     return TD_OK;
 }
 
-/* --- messages ------------------------------------------------------------------------------------------------------ */
+/* --- messages ------------------------------------------------------------------------------------------------------
+ */
 
 enum td_status td_decode_recv_send(struct td_decode_recv *rv, uint64_t prefill, uint8_t id, const void *data, size_t n)
 {

@@ -1,5 +1,5 @@
-/* The prefill workers that this decode worker knows, and the way to each: introduced by a router's command, watched until
- * their process dies. Joins the hand-off's decisions (decode/worker.c) to a transfer. Loop thread only. */
+/* The prefill workers that this decode worker knows, and the way to each: introduced by a router's command, watched
+ * until their process dies. Joins the hand-off's decisions (decode/worker.c) to a transfer. Loop thread only. */
 #ifndef TD_DECODE_RECV_H
 #define TD_DECODE_RECV_H
 
@@ -17,8 +17,8 @@ void td_decode_recv_start(struct td_decode_recv *rv, struct td_xfer *x, struct t
 void td_decode_recv_destroy(struct td_decode_recv *rv); /* before the transfer goes: closes its peers */
 struct td_xfer_handlers td_decode_recv_handlers(void);  /* user: the td_decode_recv */
 
-/* Keeps the way to that life of a prefill worker. What does not fit together is remembered, so that a start that names it
- * is told why. */
+/* Keeps the way to that life of a prefill worker. What does not fit together is remembered, so that a start that names
+ * it is told why. */
 void td_decode_recv_introduce(struct td_decode_recv *rv, const Tandem__V1__PeerDescriptor *m);
 enum td_status td_decode_recv_check(const struct td_decode_recv *rv, uint64_t prefill, struct td_err *err);
 enum td_status td_decode_recv_send(struct td_decode_recv *rv, uint64_t prefill, uint8_t id, const void *data, size_t n);
