@@ -72,6 +72,16 @@ enum td_status td_admit_check(const struct td_admit *a, struct td_err *err)
     return TD_OK;
 }
 
+/* Those that had their turn stand before all others, among themselves by age. Returns whom r goes before. */
+static struct td_list *place_in_front(struct td_admit *a, const struct td_request *r)
+{
+    TD_LIST_FOREACH (it, &a->queue) {
+        const struct td_request *o = TD_LIST_ENTRY(it, struct td_request, queue_link);
+        if (!o->had_turn || o->t_received > r->t_received) return it;
+    }
+    return &a->queue;
+}
+
 enum td_status td_admit_place(struct td_admit *a, struct td_request *r, struct td_err *err)
 {
     if (td_list_is_empty(&a->queue) || r->had_turn) {
@@ -82,10 +92,9 @@ enum td_status td_admit_place(struct td_admit *a, struct td_request *r, struct t
     }
     if (!r->had_turn && a->n_waiting >= a->n_max)
         return td_err_set(err, TD_E_BUSY, "%u requests are waiting already (--max-queue)", a->n_waiting);
-    if (r->had_turn)
-        td_list_push_front(&a->queue, &r->queue_link);
-    else
-        td_list_push_back(&a->queue, &r->queue_link);
+    struct td_list *before = &a->queue;
+    if (r->had_turn) before = place_in_front(a, r);
+    td_list_push_back(before, &r->queue_link); /* of that element: before it */
     a->n_waiting++;
     return TD_IN_PROGRESS;
 }

@@ -1,0 +1,264 @@
+/* router/place.c: who gets a request. */
+#include "tests/unit/router/router_world.h"
+
+#include "common/base/log.h"
+#include "router/place.h"
+
+struct world {
+    struct virtual_env v;
+    struct td_fleet_ports ports;
+    struct td_fleet fleet;
+};
+
+static void ignore_worker(void *self, struct td_worker *w) { (void)self, (void)w; }
+static void ignore_lost(void *self, struct td_worker *w, const char *why) { (void)self, (void)w, (void)why; }
+static void ignore_change(void *self) { (void)self; }
+
+static int setup(void **state)
+{
+    struct world *t = calloc(1, sizeof *t);
+    virtual_env_init(&t->v);
+    t->ports = (struct td_fleet_ports){&t->v.env, t, ignore_worker, ignore_lost, ignore_worker, ignore_change};
+    td_fleet_init(&t->fleet, &t->ports, "model", 5000);
+    *state = t;
+    return 0;
+}
+static int teardown(void **state)
+{
+    struct world *t = *state;
+    td_fleet_deinit(&t->fleet);
+    free(t);
+    return 0;
+}
+
+static struct td_worker *add(struct world *t, Tandem__V1__Role role, uint64_t incarnation)
+{
+    struct identity_message m;
+    identity_init(&m, role, incarnation);
+    struct td_worker *w = NULL;
+    void *old = NULL;
+    struct td_err err = {{0}};
+    assert_int_equal(td_fleet_join(&t->fleet, &m.id, NULL, &w, &old, &err), TD_OK);
+    w->is_wired = true;
+    return w;
+}
+
+static enum td_status choose(struct world *t, const struct td_place_query *q, struct td_place *out)
+{
+    static const struct td_place_query first;
+    struct td_err err = {{0}};
+    enum td_status st = td_place_choose(&t->fleet, q != NULL ? q : &first, out, &err);
+    if (st != TD_OK) assert_true(err.text[0] != '\0');
+    return st;
+}
+
+static void without_workers_of_either_kind_nobody_can_serve(void **state)
+{
+    struct world *t = *state;
+    struct td_place p;
+    assert_int_equal(choose(t, NULL, &p), TD_E_UNAVAILABLE);
+    add(t, DECODE, 1);
+    assert_int_equal(choose(t, NULL, &p), TD_E_UNAVAILABLE);
+    add(t, PREFILL, 2);
+    assert_int_equal(choose(t, NULL, &p), TD_OK);
+    assert_int_equal(p.decode->incarnation, 1);
+    assert_int_equal(p.prefill->incarnation, 2);
+}
+
+static void a_draining_gone_or_unwired_worker_gets_nothing(void **state)
+{
+    struct world *t = *state;
+    struct td_worker *d = add(t, DECODE, 1), *f = add(t, PREFILL, 2);
+    struct td_place p;
+    d->load.is_draining = true;
+    assert_int_equal(choose(t, NULL, &p), TD_E_UNAVAILABLE);
+    d->load.is_draining = false;
+    d->is_wired = false;
+    assert_int_equal(choose(t, NULL, &p), TD_E_UNAVAILABLE);
+    d->is_wired = true;
+    f->is_live = false;
+    assert_int_equal(choose(t, NULL, &p), TD_E_UNAVAILABLE);
+    f->is_live = true;
+    assert_int_equal(choose(t, NULL, &p), TD_OK);
+}
+
+static void the_decode_worker_with_the_fewest_sequences_is_taken(void **state)
+{
+    struct world *t = *state;
+    struct td_worker *a = add(t, DECODE, 1), *b = add(t, DECODE, 2);
+    add(t, PREFILL, 3);
+    struct td_place p;
+    a->n_requests = 3;
+    b->n_requests = 2;
+    assert_int_equal(choose(t, NULL, &p), TD_OK);
+    assert_ptr_equal(p.decode, b);
+    b->load.n_running = 3; /* another router's */
+    b->load.n_waiting = 1;
+    assert_int_equal(choose(t, NULL, &p), TD_OK);
+    assert_ptr_equal(p.decode, a);
+    b->load.n_waiting = 0; /* now as many: free pages decide */
+    a->load.free_full_pages = 10;
+    b->load.free_full_pages = 20;
+    assert_int_equal(choose(t, NULL, &p), TD_OK);
+    assert_ptr_equal(p.decode, b);
+}
+
+static void equal_workers_are_taken_in_turn(void **state)
+{
+    struct world *t = *state;
+    struct td_worker *d[3] = {add(t, DECODE, 1), add(t, DECODE, 2), add(t, DECODE, 3)};
+    struct td_worker *f[3] = {add(t, PREFILL, 4), add(t, PREFILL, 5), add(t, PREFILL, 6)};
+    for (int i = 0; i < 9; i++) {
+        struct td_place p;
+        assert_int_equal(choose(t, NULL, &p), TD_OK);
+        td_fleet_claim(&t->fleet, p.decode, p.prefill, 10);
+        td_fleet_prefilled(&t->fleet, p.prefill, 10);
+        td_fleet_release(&t->fleet, p.decode, true);
+        td_fleet_release(&t->fleet, p.prefill, true);
+        assert_ptr_equal(p.decode, d[i % 3]);
+        assert_ptr_equal(p.prefill, f[i % 3]);
+    }
+}
+
+static void at_most_one_request_waits_at_a_prefill_worker(void **state)
+{
+    struct world *t = *state;
+    add(t, DECODE, 1);
+    struct td_worker *a = add(t, PREFILL, 2), *b = add(t, PREFILL, 3);
+    struct td_place p;
+    unsigned at_a = 0;
+    for (int i = 0; i < 4; i++) {
+        assert_int_equal(choose(t, NULL, &p), TD_OK);
+        td_fleet_claim(&t->fleet, p.decode, p.prefill, 10);
+        at_a += p.prefill == a;
+    }
+    assert_int_equal(at_a, 2);
+    assert_int_equal(choose(t, NULL, &p), TD_E_BUSY);
+    td_fleet_prefilled(&t->fleet, b, 10);
+    assert_int_equal(choose(t, NULL, &p), TD_OK);
+    assert_ptr_equal(p.prefill, b);
+}
+
+static void shorter_prompts_ahead_are_preferred_among_equals(void **state)
+{
+    struct world *t = *state;
+    add(t, DECODE, 1);
+    struct td_worker *a = add(t, PREFILL, 2), *b = add(t, PREFILL, 3);
+    a->n_prefilling = b->n_prefilling = 1;
+    a->prefill_tokens = 5000;
+    b->prefill_tokens = 100;
+    struct td_place p;
+    assert_int_equal(choose(t, NULL, &p), TD_OK);
+    assert_ptr_equal(p.prefill, b);
+    a->n_prefilling = b->n_prefilling = 0;
+    a->prefill_tokens = b->prefill_tokens = 0;
+}
+
+static void a_full_worker_is_left_alone_until_it_reports(void **state)
+{
+    struct world *t = *state;
+    struct td_worker *a = add(t, DECODE, 1);
+    add(t, PREFILL, 2);
+    struct td_place p;
+    a->is_full = true;
+    assert_int_equal(choose(t, NULL, &p), TD_E_BUSY);
+    Tandem__V1__Load load = TANDEM__V1__LOAD__INIT;
+    td_fleet_report(&t->fleet, a, &load);
+    assert_int_equal(choose(t, NULL, &p), TD_OK);
+}
+
+static void a_worker_stuck_in_a_step_is_the_last_choice(void **state)
+{
+    struct world *t = *state;
+    struct td_worker *a = add(t, DECODE, 1), *b = add(t, DECODE, 2);
+    add(t, PREFILL, 3);
+    a->load.last_step_age_us = 5001000;
+    b->n_requests = 50;
+    struct td_place p;
+    assert_int_equal(choose(t, NULL, &p), TD_OK);
+    assert_ptr_equal(p.decode, b);
+    b->load.is_draining = true;
+    assert_int_equal(choose(t, NULL, &p), TD_OK);
+    assert_ptr_equal(p.decode, a);
+    b->n_requests = 0;
+}
+
+static void a_retry_after_a_failed_run_prefers_another_prefill_worker(void **state)
+{
+    struct world *t = *state;
+    struct td_worker *d = add(t, DECODE, 1);
+    struct td_worker *a = add(t, PREFILL, 2), *b = add(t, PREFILL, 3);
+    struct td_place_query q = {.failed_decode = 1, .failed_prefill = 2};
+    struct td_place p;
+    b->n_prefilling = 1; /* worse, but not the one that failed */
+    assert_int_equal(choose(t, &q, &p), TD_OK);
+    assert_ptr_equal(p.prefill, b);
+    assert_ptr_equal(p.decode, d);
+    b->n_prefilling = 2; /* no room there now: rather wait than go back */
+    assert_int_equal(choose(t, &q, &p), TD_E_BUSY);
+    b->n_prefilling = 0;
+    (void)a;
+}
+
+static void with_one_prefill_worker_the_other_end_may_have_been_at_fault(void **state)
+{
+    struct world *t = *state;
+    add(t, DECODE, 1);
+    struct td_worker *other = add(t, DECODE, 2), *f = add(t, PREFILL, 3);
+    other->n_requests = 9;
+    struct td_place_query q = {.failed_decode = 1, .failed_prefill = 3};
+    struct td_place p;
+    assert_int_equal(choose(t, &q, &p), TD_OK);
+    assert_ptr_equal(p.decode, other);
+    assert_ptr_equal(p.prefill, f);
+    other->n_requests = 0;
+}
+
+static void a_lone_pair_is_tried_again_only_if_waiting_helps(void **state)
+{
+    struct world *t = *state;
+    add(t, DECODE, 1);
+    add(t, PREFILL, 2);
+    struct td_place p;
+    for (int decode_failed = 0; decode_failed < 2; decode_failed++) {
+        struct td_place_query q = {.failed_decode = 1, .failed_prefill = 2, .decode_failed = decode_failed};
+        assert_int_equal(choose(t, &q, &p), TD_E_UNAVAILABLE);
+        q.same_ok = true;
+        assert_int_equal(choose(t, &q, &p), TD_OK);
+    }
+}
+
+static void a_failed_decode_worker_is_avoided(void **state)
+{
+    struct world *t = *state;
+    add(t, DECODE, 1);
+    struct td_worker *b = add(t, DECODE, 2);
+    add(t, PREFILL, 3);
+    b->n_requests = 9;
+    struct td_place_query q = {.failed_decode = 1, .failed_prefill = 3, .decode_failed = true, .same_ok = true};
+    struct td_place p;
+    assert_int_equal(choose(t, &q, &p), TD_OK);
+    assert_ptr_equal(p.decode, b);
+    b->n_requests = 0;
+}
+
+int main(void)
+{
+#define T(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
+    const struct CMUnitTest tests[] = {
+        T(without_workers_of_either_kind_nobody_can_serve),
+        T(a_draining_gone_or_unwired_worker_gets_nothing),
+        T(the_decode_worker_with_the_fewest_sequences_is_taken),
+        T(equal_workers_are_taken_in_turn),
+        T(at_most_one_request_waits_at_a_prefill_worker),
+        T(shorter_prompts_ahead_are_preferred_among_equals),
+        T(a_full_worker_is_left_alone_until_it_reports),
+        T(a_worker_stuck_in_a_step_is_the_last_choice),
+        T(a_retry_after_a_failed_run_prefers_another_prefill_worker),
+        T(with_one_prefill_worker_the_other_end_may_have_been_at_fault),
+        T(a_lone_pair_is_tried_again_only_if_waiting_helps),
+        T(a_failed_decode_worker_is_avoided),
+    };
+    td_log_open("test", TD_LOG_OFF);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
