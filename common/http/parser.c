@@ -36,6 +36,17 @@ const char *td_http_message_query(const struct td_http_message *m, const char *n
     return NULL;
 }
 
+bool td_http_is_token(const char *s)
+{
+    static const char others[] = "!#$%&'*+-.^_`|~"; /* RFC 9110, 5.6.2 */
+    if (*s == 0) return false;
+    for (; *s != 0; s++) {
+        bool is_alnum = (*s >= 'a' && *s <= 'z') || (*s >= 'A' && *s <= 'Z') || (*s >= '0' && *s <= '9');
+        if (!is_alnum && strchr(others, *s) == NULL) return false;
+    }
+    return true;
+}
+
 /* The first refusal counts. Returns what tells llhttp to stop. */
 static int refuse(struct td_http_parser *p, unsigned status, const char *reason)
 {
@@ -135,6 +146,9 @@ static int on_target_end(llhttp_t *ll)
     struct td_http_parser *p = ll->data;
     td_buf_u8(&p->msg.text, 0);
     p->name_at = p->msg.text.n;
+    for (size_t i = 0; i + 1 < p->msg.text.n; i++) /* llhttp as it is packaged lets tabs through */
+        if (p->msg.text.data[i] <= ' ' || p->msg.text.data[i] == 0x7F)
+            return refuse(p, 400, "bad byte in the request target");
     return 0;
 }
 
@@ -151,6 +165,10 @@ static int on_name_end(llhttp_t *ll)
     if (p->is_head_done) return 0;
     if (p->msg.n_headers == TD_HTTP_MAX_HEADERS) return refuse(p, 431, "too many headers");
     td_buf_u8(&p->msg.text, 0);
+    if (p->msg.text.failed) return refuse(p, 503, "out of memory");
+    /* llhttp as it is packaged takes "Transfer-Encoding : chunked" for a header that it does not know; a proxy may not.
+     */
+    if (!td_http_is_token(text_at(&p->msg, p->name_at))) return refuse(p, 400, "bad header name");
     p->msg.headers[p->msg.n_headers].name = p->name_at;
     p->msg.headers[p->msg.n_headers].value = p->msg.text.n;
     return 0;

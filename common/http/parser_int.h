@@ -24,6 +24,7 @@ struct td_http_message {
     unsigned minor; /* HTTP/1.minor */
     bool is_keep_alive, expects_continue, has_body;
 };
+bool td_http_is_token(const char *s); /* fit for a header's name */
 void td_http_message_free(struct td_http_message *m);
 const char *td_http_message_header(const struct td_http_message *m, const char *name); /* NULL: absent */
 const char *td_http_message_query(const struct td_http_message *m, const char *name);

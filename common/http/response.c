@@ -78,22 +78,11 @@ static struct td_tcp_vec vec_of(const struct td_buf *b) { return (struct td_tcp_
 
 /* --- headers -------------------------------------------------------------------------------------------------------
  */
-static bool is_token(const char *s)
-{
-    static const char others[] = "!#$%&'*+-.^_`|~"; /* RFC 9110, 5.6.2 */
-    if (*s == 0) return false;
-    for (; *s != 0; s++) {
-        bool is_alnum = (*s >= 'a' && *s <= 'z') || (*s >= 'A' && *s <= 'Z') || (*s >= '0' && *s <= '9');
-        if (!is_alnum && strchr(others, *s) == NULL) return false;
-    }
-    return true;
-}
-
 enum td_status td_http_set_header(struct td_http_req *r, const char *name, const char *value)
 {
     TD_MAGIC_CHECK(r, TD_HTTP_REQ_MAGIC);
     TD_CHECK(!r->has_begun);
-    if (!is_token(name)) return TD_E_INVALID;
+    if (!td_http_is_token(name)) return TD_E_INVALID;
     for (const char *p = value; *p != 0; p++) /* a line break would let a client's value write headers of its own */
         if (((unsigned char)*p < 0x20 && *p != '\t') || *p == 0x7F) return TD_E_INVALID;
     td_buf_printf(&r->headers, "%s: %s\r\n", name, value);
