@@ -1,5 +1,6 @@
 # Tandem. `make help` lists the targets. Objects mirror the sources under build/ (BUILD=...).
 # No recursion, no generated makefiles: a folder is a layer, and each layer is one archive.
+MAKEFLAGS  += -r
 SHELL      := /bin/bash
 BUILD      ?= build
 CC         := $(if $(filter default undefined,$(origin CC)),gcc,$(CC))
@@ -96,7 +97,7 @@ $(BUILD)/gen/proto/%.pb-c.c $(BUILD)/gen/proto/%.pb-c.h: proto/%.proto $(PROTOS)
 	@mkdir -p $(BUILD)/gen
 	$(call say,gen ,$<)
 	$(Q)protoc-c --c_out=$(BUILD)/gen $<
-$(BUILD)/gen/proto/%.o: $(BUILD)/gen/proto/%.pb-c.c | $(GEN_H)
+$(BUILD)/gen/proto/%.pb-c.o: $(BUILD)/gen/proto/%.pb-c.c | $(GEN_H)
 	$(call say,cc  ,$<)
 	$(Q)$(CC) $(CPPFLAGS) -std=c17 -O2 -w -pthread $(SANFLAGS) -c -o $@ $<
 
