@@ -30,9 +30,11 @@ static const struct {
 /* --- buckets -------------------------------------------------------------------------------------------------------
  */
 /* Upper bounds. Times: six steps a decade, so that a quantile read from them is within 25 %. Sizes: powers of four. */
-static const double seconds_bounds[] = {
-#define DECADE(x) 1 * x, 1.5 * x, 2 * x, 3 * x, 5 * x, 7 * x
-    DECADE(1e-4), DECADE(1e-3), DECADE(1e-2), DECADE(1e-1), DECADE(1.), DECADE(10.), 100, 150, 200, 300, 600};
+static const double seconds_bounds[] = {0.0001, 0.00015, 0.0002, 0.0003, 0.0005, 0.0007, 0.001, 0.0015, 0.002, 0.003,
+                                        0.005,  0.007, /* literals print as such */
+                                        0.01,   0.015,   0.02,   0.03,   0.05,   0.07,   0.1,   0.15,   0.2,   0.3,
+                                        0.5,    0.7,     1,      1.5,    2,      3,      5,     7,      10,    15,
+                                        20,     30,      50,     70,     100,    150,    200,   300,    600};
 static const double bytes_bounds[] = {0x1p8,  0x1p10, 0x1p12, 0x1p14, 0x1p16, 0x1p18, 0x1p20, 0x1p22,
                                       0x1p24, 0x1p26, 0x1p28, 0x1p30, 0x1p32, 0x1p34, 0x1p36};
 static const double counts_bounds[] = {0x1p0,  0x1p2,  0x1p4,  0x1p6,  0x1p8, 0x1p10,
