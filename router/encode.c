@@ -11,8 +11,7 @@
 
 #define MAX_DETOKENIZED_BYTES (16u << 20) /* a short list of ids can mean a very long text */
 
-/* --- the work: any thread ------------------------------------------------------------------------------------------
- */
+/* --- the work: any thread -------------------------------------------------------------------------------- */
 
 static void render_chat(struct td_encode *e)
 {
@@ -74,7 +73,6 @@ static void run(struct td_encode *e)
         detokenize(e);
     } else {
         e->st = td_tokenizer_encode(e->tokenizer, e->text, e->n_text, e->mode, &e->ids, &e->err);
-        if (e->st != TD_OK) td_err_prefix(&e->err, e->st, "text");
     }
     if (e->st == TD_OK && e->ids.failed) e->st = td_err_set(&e->err, TD_E_NO_MEMORY, "no memory for the tokens");
 }
@@ -98,8 +96,7 @@ static void start(struct td_encode *e, struct td_loop *loop, size_t n_bytes)
     td_loop_work(loop, &e->work);
 }
 
-/* --- the orders: loop thread ----------------------------------------------------------------------------------------
- */
+/* --- the orders: loop thread ----------------------------------------------------------------------------- */
 
 enum td_status td_encode_text(struct td_encode *e, struct td_loop *loop, const struct td_tokenizer *t, const void *text,
                               size_t n, enum td_text_mode mode, void (*done)(struct td_encode *e))

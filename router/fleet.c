@@ -69,7 +69,7 @@ void td_fleet_deinit(struct td_fleet *f)
     f->ports = NULL;
 }
 
-/* --- joining ------------------------------------------------------------------------------------------------------ */
+/* --- joining --------------------------------------------------------------------------------------------- */
 
 static enum td_status check_word(const char *field, const char *s, bool may_be_empty, struct td_err *err)
 {
@@ -208,7 +208,7 @@ enum td_status td_fleet_join(struct td_fleet *f, const Tandem__V1__Identity *ide
     return TD_OK;
 }
 
-/* --- news of a worker --------------------------------------------------------------------------------------------- */
+/* --- news of a worker ------------------------------------------------------------------------------------ */
 
 void td_fleet_report(struct td_fleet *f, struct td_worker *w, const Tandem__V1__Load *load)
 {
@@ -254,7 +254,7 @@ void td_fleet_wired(struct td_fleet *f, struct td_worker *w, bool is_wired)
     f->ports->changed(f->ports->self);
 }
 
-/* --- what we gave them -------------------------------------------------------------------------------------------- */
+/* --- what we gave them ----------------------------------------------------------------------------------- */
 
 void td_fleet_claim(struct td_fleet *f, struct td_worker *decode, struct td_worker *prefill, uint32_t n_prompt)
 {
@@ -282,7 +282,7 @@ void td_fleet_release(struct td_fleet *f, struct td_worker *w, bool made_room)
     f->ports->changed(f->ports->self);
 }
 
-/* --- questions ---------------------------------------------------------------------------------------------------- */
+/* --- questions ------------------------------------------------------------------------------------------- */
 
 struct td_worker *td_fleet_find(struct td_fleet *f, uint64_t incarnation)
 {

@@ -75,7 +75,7 @@ struct td_params_facts td_front_facts(const struct td_router *ro)
     return f;
 }
 
-/* --- events out --------------------------------------------------------------------------------------------------- */
+/* --- events out ------------------------------------------------------------------------------------------ */
 
 static enum td_status send_event(struct client *k, const ProtobufCMessage *msg)
 {
@@ -127,8 +127,7 @@ static enum td_status emit_end(struct client *k, Tandem__V1__Usage *usage, Tande
     return td_rpc_send(k->call, &e.base);
 }
 
-/* --- chat events out -----------------------------------------------------------------------------------------------
- */
+/* --- chat events out ------------------------------------------------------------------------------------- */
 
 static Tandem__V1__ChatChannel channel_of(enum td_chat_kind kind)
 {
@@ -239,8 +238,7 @@ static enum td_status emit_chat_end(struct client *k, Tandem__V1__Usage *usage, 
     return flush_deltas(k, true, usage, timing);
 }
 
-/* --- what the request wants of us -----------------------------------------------------------------------------------
- */
+/* --- what the request wants of us ------------------------------------------------------------------------ */
 
 static struct client *client_of(struct td_request *r)
 {
@@ -372,7 +370,7 @@ void td_front_bind(struct td_router *ro)
     };
 }
 
-/* --- the order ---------------------------------------------------------------------------------------------------- */
+/* --- the order ------------------------------------------------------------------------------------------- */
 
 /* The prompt's tokens are there. Takes over ids. */
 static void begin_with_prompt(struct client *k, const char *field, uint32_t *ids, size_t n)
@@ -508,7 +506,7 @@ static enum td_status order_chat(struct client *k, const Tandem__V1__ChatRequest
     return st == TD_OK ? TD_OK : not_encoding(k, err);
 }
 
-/* --- the call ----------------------------------------------------------------------------------------------------- */
+/* --- the call -------------------------------------------------------------------------------------------- */
 
 static struct client *client_of_call(struct td_rpc_call *c)
 {

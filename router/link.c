@@ -53,7 +53,7 @@ struct td_link {
     uint32_t reopen_ms;
 };
 
-/* --- slots -------------------------------------------------------------------------------------------------------- */
+/* --- slots ----------------------------------------------------------------------------------------------- */
 
 static struct slot *slot_of(struct td_link *l, uint64_t id)
 {
@@ -96,7 +96,7 @@ static void free_slot(struct td_link *l, uint64_t id)
     l->first_free = (uint32_t)(s - l->slots);
 }
 
-/* --- the decode stream -------------------------------------------------------------------------------------------- */
+/* --- the decode stream ----------------------------------------------------------------------------------- */
 
 static void open_stream(struct td_link *l);
 
@@ -327,7 +327,7 @@ void td_link_first(struct td_request *r)
     send_word(l, &command);
 }
 
-/* --- runs --------------------------------------------------------------------------------------------------------- */
+/* --- runs ------------------------------------------------------------------------------------------------ */
 
 static void on_run_event(struct td_rpc_call *c, const ProtobufCMessage *msg)
 {
@@ -389,7 +389,7 @@ void td_link_run_end(struct td_request *r, bool cancel)
     if (cancel) td_rpc_cancel(run->call);
 }
 
-/* --- life --------------------------------------------------------------------------------------------------------- */
+/* --- life ------------------------------------------------------------------------------------------------ */
 
 enum td_status td_link_open(const struct td_link_options *o, struct td_worker *w)
 {

@@ -23,8 +23,7 @@ struct daemon {
     struct td_admin admin;
 };
 
-/* --- ready, draining, gone ------------------------------------------------------------------------------------------
- */
+/* --- ready, draining, gone ------------------------------------------------------------------------------- */
 
 void td_router_update_ready(struct td_router *ro)
 {
@@ -70,8 +69,7 @@ static void on_signal(int signum, unsigned nth, void *user)
     td_router_client_left(ro);
 }
 
-/* --- the pages ------------------------------------------------------------------------------------------------------
- */
+/* --- the pages ------------------------------------------------------------------------------------------- */
 
 static bool is_ready(void *user)
 {
@@ -94,8 +92,7 @@ static void write_statez(void *user, struct td_buf *out)
     td_buf_str(out, "}");
 }
 
-/* --- start ----------------------------------------------------------------------------------------------------------
- */
+/* --- start ----------------------------------------------------------------------------------------------- */
 
 static enum td_status open_model(struct td_router *ro, struct td_err *err)
 {

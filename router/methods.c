@@ -15,8 +15,7 @@
 #define MAX_REQUEST_BYTES (4u << 20) /* the longest context as token ids or text, several times over */
 #define MAX_JOIN_BYTES    (1u << 20) /* addresses and keys of eight ranks are a few KB */
 
-/* --- Tokenize, Detokenize, ListModels -------------------------------------------------------------------------------
- */
+/* --- Tokenize, Detokenize, ListModels -------------------------------------------------------------------- */
 
 struct unary {
     struct td_router *router;
@@ -146,8 +145,7 @@ static void open_list_models(struct td_rpc_call *c, void *service)
     open_unary(c, service, &h);
 }
 
-/* --- Fleet.Join -----------------------------------------------------------------------------------------------------
- */
+/* --- Fleet.Join ------------------------------------------------------------------------------------------ */
 
 struct join {
     struct td_router *router;
@@ -252,8 +250,7 @@ void td_router_end_joins(struct td_router *ro)
         end_join(TD_LIST_ENTRY(it, struct join, link), TD_E_DRAINING, "this router leaves");
 }
 
-/* --- what the fleet wants of us -------------------------------------------------------------------------------------
- */
+/* --- what the fleet wants of us -------------------------------------------------------------------------- */
 
 static void port_up(void *self, struct td_worker *w)
 {
@@ -306,8 +303,7 @@ void td_router_bind_fleet(struct td_router *ro)
     };
 }
 
-/* --- the table ------------------------------------------------------------------------------------------------------
- */
+/* --- the table ------------------------------------------------------------------------------------------- */
 
 #define METHOD(service, name, in, out, limit, open, stream)                                                            \
     {                                                                                                                  \

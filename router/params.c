@@ -36,7 +36,7 @@ enum td_status td_params_set_id(struct td_request *r, const char *id, uint64_t r
     return TD_OK;
 }
 
-/* --- sampling and stop -------------------------------------------------------------------------------------------- */
+/* --- sampling and stop ----------------------------------------------------------------------------------- */
 
 /* Written so that NaN fails: every comparison with it is false. */
 static enum td_status check_sampling(const Tandem__V1__Sampling *s, uint32_t n_vocab, struct td_err *err)
@@ -134,7 +134,7 @@ enum td_status td_params_set_options(struct td_request *r, const struct td_param
     return TD_OK;
 }
 
-/* --- the prompt --------------------------------------------------------------------------------------------------- */
+/* --- the prompt ------------------------------------------------------------------------------------------ */
 
 static enum td_status check_prompt(const struct td_params_facts *f, const char *field, const uint32_t *ids, size_t n,
                                    struct td_err *err)

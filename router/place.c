@@ -1,9 +1,10 @@
 /* The rule, for one request:
- *   decode   live, wired, not draining, not full; the one with the fewest sequences (its report or our own count,
- * whichever is larger, since a report is up to a heartbeat old), then the most free pages, then the one chosen longest
- * ago prefill  live, not draining, with room for one more; the one with the fewest runs, then prompt tokens, then the
- * longest ago A worker whose engine step has lasted longer than a worker may be silent is taken only if there is no
- * other.
+ *   decode worker: live, wired, not draining, not full. The one with the fewest sequences (its report or our own count,
+ *     whichever is larger, since a report is up to a heartbeat old); then the most free pages; then the one chosen
+ *     longest ago.
+ *   prefill worker: live, not draining, with room for one more. The one with the fewest runs; then the fewest prompt
+ *     tokens; then the one chosen longest ago.
+ * A worker whose engine step has lasted longer than a worker may be silent is taken only if there is no other.
  *
  * A retry avoids what failed. A decode worker that failed is not asked again unless waiting may help. A failed run does
  * not tell which end of the hand-off was at fault: another prefill worker is preferred; if there is none, the same one

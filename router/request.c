@@ -14,15 +14,22 @@
  * first token. They are held until then.
  *
  * Failures:
- *   P does not know D's incarnation           the same run again, with D's descriptor (INTRODUCING)
- *   D has no room                             back to the front of the queue until something changes there; never
- * counted as a failure, unless D has nothing to wait for: then it will never have room P or D fails before the first
- * token       if the status says that another try can help: all of it is cancelled, and after a short pause a new pair
- * gets a fresh start (BACKOFF), twice at most P's call fails after the first token      D alone knows whether the KV
- * arrived: its tokens or its failure decide (DOUBT), and if it says neither for 3 s, the request fails with P's reason
- *   anything fails once the client has tokens the request ends with the worker's message. All tokens so far are kept in
- * r->tokens, so that going on elsewhere can be put in place of FAILED here client gone, deadline, client too slow    D
- * and P are told at once */
+ *   P does not know D's incarnation
+ *       the same run again, with D's descriptor (INTRODUCING)
+ *   D has no room
+ *       back to the front of the queue until something changes at D; this is not counted as a failure, unless D has
+ *       nothing to wait for: then it will never have room
+ *   P or D fails before the first token
+ *       if the status says that another try can help: all of it is cancelled, and after a short pause a new pair gets a
+ *       fresh start (BACKOFF), twice at most
+ *   P's call fails after the first token
+ *       D alone knows whether the KV arrived: its tokens or its failure decide (DOUBT); if it says neither for 3 s, the
+ *       request fails with P's reason
+ *   anything fails once the client has tokens
+ *       the request ends with the worker's message. All tokens so far are in r->tokens, so that going on elsewhere can
+ *       take the place of FAILED here
+ *   the client leaves or reads too slowly, the deadline passes
+ *       D and P are told at once */
 #include "router/request.h"
 
 #include <inttypes.h>
@@ -118,7 +125,7 @@ static const uint8_t next[RQ_N_STATES][N_EVENTS] = {
 
 static uint64_t now_of(const struct td_request *r) { return r->ports->env->now_ns(r->ports->env); }
 
-/* --- letting go --------------------------------------------------------------------------------------------------- */
+/* --- letting go ------------------------------------------------------------------------------------------ */
 
 static void end_run(struct td_request *r, bool cancel)
 {
@@ -177,7 +184,7 @@ static void finish(struct td_request *r)
     r->ports->done(r->ports->self, r, is_good ? TD_OK : r->fail_status, is_good ? "" : r->fail.text);
 }
 
-/* --- the loop ----------------------------------------------------------------------------------------------------- */
+/* --- the loop -------------------------------------------------------------------------------------------- */
 
 /* Nothing may touch r after this: it may be gone. */
 static void step(struct td_request *r, enum event ev)
@@ -235,8 +242,7 @@ static enum event worker_failed(struct td_request *r, bool decode_failed, enum t
     return EV_RETRY;
 }
 
-/* --- what happens on entering a state ------------------------------------------------------------------------------
- */
+/* --- what happens on entering a state -------------------------------------------------------------------- */
 
 static enum event enter_queue(struct td_request *r)
 {
@@ -343,7 +349,7 @@ static enum event back_off(struct td_request *r)
     return EV_NONE;
 }
 
-/* --- news --------------------------------------------------------------------------------------------------------- */
+/* --- news ------------------------------------------------------------------------------------------------ */
 
 static void on_deadline(struct td_timer *t)
 {
@@ -485,7 +491,10 @@ void td_request_on_first(struct td_request *r, const Tandem__V1__FirstToken *fir
     }
     /* A reason from D that was held stays the one that counts. */
     if (is_final(first->finish_reason) && !r->has_finish) r->finish_reason = first->finish_reason;
-    step(r, EV_FIRST);
+    if (r->finish_reason == TANDEM__V1__FINISH_REASON__FINISH_NONE && !r->has_start)
+        step(r, worker_failed(r, true, TD_E_PROTOCOL, "took the first token for the last"));
+    else
+        step(r, EV_FIRST);
 }
 
 void td_request_on_run_done(struct td_request *r, const Tandem__V1__RunDone *done)
@@ -543,6 +552,8 @@ void td_request_on_finished(struct td_request *r, const Tandem__V1__DecodeFinish
     r->has_start = false; /* D has forgotten it */
     if (!is_final(f->reason)) {
         enum td_status st = status_by_name(f->status_name, TD_E_INTERNAL);
+        /* P has told D already that the first token ends it; P's own word to us is on its way. */
+        if (st == TD_OK && is_prefilling(r)) return;
         if (st == TD_OK || st == TD_IN_PROGRESS) st = TD_E_PROTOCOL;
         if (f->is_lost && td_status_retry(st) == TD_RETRY_NO) st = TD_E_PEER_LOST; /* it says that others can go on */
         step(r, decode_refused(r, st, f->message));
@@ -605,7 +616,7 @@ void td_request_on_client_gone(struct td_request *r, enum td_status st)
     step(r, EV_GONE);
 }
 
-/* --- questions ---------------------------------------------------------------------------------------------------- */
+/* --- questions ------------------------------------------------------------------------------------------- */
 
 bool td_request_is_done(const struct td_request *r) { return r->state == RQ_DONE || r->state == RQ_FAILED; }
 bool td_request_is_queued(const struct td_request *r) { return r->state == RQ_QUEUED; }

@@ -216,8 +216,7 @@ static int teardown(void **state)
     return 0;
 }
 
-/* --- what the others say --------------------------------------------------------------------------------------------
- */
+/* --- what the others say --------------------------------------------------------------------------------- */
 
 static void begin(struct world *t) { td_request_begin(&t->r); }
 static void ready(struct world *t) { td_request_on_ready(&t->r); }
@@ -304,6 +303,7 @@ static void finished_with(struct world *t, Tandem__V1__FinishReason reason, enum
 static void finished(struct world *t) { finished_with(t, TANDEM__V1__FINISH_REASON__FINISH_LENGTH, TD_OK, false); }
 static void decode_failed(struct world *t) { finished_with(t, 0, TD_E_DEVICE, false); }
 static void decode_bad(struct world *t) { finished_with(t, 0, TD_E_INVALID, false); }
+static void finished_ok_for_nothing(struct world *t) { finished_with(t, 0, TD_OK, false); }
 static void no_pages(struct world *t) { finished_with(t, 0, TD_E_NO_PAGES, false); }
 static void decode_lost(struct world *t)
 {
@@ -333,8 +333,7 @@ static void a_little_later(struct world *t) { virtual_pass_ms(&t->v, 250); }
 static void much_later(struct world *t) { virtual_pass_ms(&t->v, 5000); }
 static void after_the_deadline(struct world *t) { virtual_pass_ms(&t->v, 61000); }
 
-/* --- how to get to each state ---------------------------------------------------------------------------------------
- */
+/* --- how to get to each state ---------------------------------------------------------------------------- */
 
 static void to_tokenizing(struct world *t) { begin(t); }
 static void to_queued(struct world *t)
@@ -373,15 +372,22 @@ static const struct {
     {"FAILED", to_failed},
 };
 static void (*const all_events[])(struct world *t) = {
-    begin,    ready,       reserved,       first,         first_and_last,
-    run_done, run_ok,      run_lost,       run_unknown,   run_bad,
-    token,    two_tokens,  finished,       decode_failed, decode_bad,
-    no_pages, decode_lost, prefill_lost,   client_gone,   bad_order,
-    placed,   refused,     a_little_later, much_later,    after_the_deadline,
+    begin,          ready,
+    reserved,       first,
+    first_and_last, run_done,
+    run_ok,         run_lost,
+    run_unknown,    run_bad,
+    token,          two_tokens,
+    finished,       decode_failed,
+    decode_bad,     finished_ok_for_nothing,
+    no_pages,       decode_lost,
+    prefill_lost,   client_gone,
+    bad_order,      placed,
+    refused,        a_little_later,
+    much_later,     after_the_deadline,
 };
 
-/* --- tests ----------------------------------------------------------------------------------------------------------
- */
+/* --- tests ----------------------------------------------------------------------------------------------- */
 
 static void expect_emitted(const struct world *t, const uint32_t *ids, uint32_t n)
 {
@@ -507,6 +513,27 @@ static void a_first_token_that_is_the_last_ends_both_workers_part(void **state)
     assert_int_equal(t->done_st, TD_OK);
     assert_int_equal(t->r.finish_reason, TANDEM__V1__FINISH_REASON__FINISH_STOP);
     assert_string_equal(t->log, "place start run first run-leave");
+}
+
+static void the_decode_worker_may_know_first_that_the_first_token_is_the_last(void **state)
+{
+    struct world *t = *state;
+    to_prefilling(t);
+    finished_with(t, TANDEM__V1__FINISH_REASON__FINISH_NONE, TD_OK, false);
+    assert_int_equal(t->n_done, 0);
+    first_and_last(t);
+    EXPECT_EMITTED(t, FIRST_TOKEN);
+    assert_int_equal(t->done_st, TD_OK);
+    assert_string_equal(t->log, "place start run run-leave");
+}
+
+static void workers_that_disagree_about_the_first_token_end_the_request(void **state)
+{
+    struct world *t = *state;
+    to_prefilling(t);
+    finished_with(t, TANDEM__V1__FINISH_REASON__FINISH_NONE, TD_OK, false);
+    first(t);
+    assert_int_equal(t->done_st, TD_E_PROTOCOL);
 }
 
 static void an_unknown_peer_is_introduced_once(void **state)
@@ -911,6 +938,8 @@ int main(void)
         T(even_the_end_may_overtake_the_first_token),
         T(held_tokens_are_dropped_when_the_first_never_comes),
         T(a_first_token_that_is_the_last_ends_both_workers_part),
+        T(the_decode_worker_may_know_first_that_the_first_token_is_the_last),
+        T(workers_that_disagree_about_the_first_token_end_the_request),
         T(an_unknown_peer_is_introduced_once),
         T(no_room_means_waiting_in_front_and_does_not_count),
         T(what_an_empty_worker_cannot_hold_is_refused_in_the_end),
