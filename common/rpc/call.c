@@ -26,8 +26,7 @@
 
 static void settle(struct td_rpc_call *c);
 
-/* --- life
- * -------------------------------------------------------------------------------------------------------------- */
+/* --- life -------------------------------------------------------------------------------------------------- */
 static void on_read(struct rpc_tag *t, bool ok);
 static void on_sent(struct rpc_tag *t, bool ok);
 static void on_end(struct rpc_tag *t, bool ok);
@@ -103,8 +102,7 @@ void rpc_call_free(struct td_rpc_call *c)
     free(c);
 }
 
-/* --- the end
- * ----------------------------------------------------------------------------------------------------------- */
+/* --- the end ----------------------------------------------------------------------------------------------- */
 static bool has_deadline_passed(const struct td_rpc_call *c)
 {
     return c->deadline_ns != TD_NEVER_NS && td_clock_ns() + DEADLINE_SLACK_NS + c->timeout_ns / 64 >= c->deadline_ns;
@@ -208,8 +206,7 @@ static void start_end(struct td_rpc_call *c)
     TD_CHECK(rpc_start_batch(c, &op, 1, &c->end));
 }
 
-/* --- reading
- * ----------------------------------------------------------------------------------------------------------- */
+/* --- reading ----------------------------------------------------------------------------------------------- */
 static void start_read(struct td_rpc_call *c)
 {
     grpc_op ops[2] = {{.op = GRPC_OP_RECV_MESSAGE}, {.op = GRPC_OP_RECV_INITIAL_METADATA}};
@@ -289,8 +286,7 @@ static void on_read(struct rpc_tag *t, bool ok)
     settle(c);
 }
 
-/* --- sending
- * ----------------------------------------------------------------------------------------------------------- */
+/* --- sending ----------------------------------------------------------------------------------------------- */
 static void on_sent(struct rpc_tag *t, bool ok)
 {
     struct td_rpc_call *c = TD_CONTAINER_OF(t, struct td_rpc_call, send);
@@ -397,8 +393,7 @@ static struct rpc_out *pack(const ProtobufCMessage *msg, size_t n)
     return o;
 }
 
-/* --- what the daemon calls
- * ------------------------------------------------------------------------------------------------ */
+/* --- what the daemon calls --------------------------------------------------------------------------------- */
 void td_rpc_call_accept(struct td_rpc_call *c, const struct td_rpc_handlers *h, void *user)
 {
     TD_MAGIC_CHECK(c, CALL_MAGIC);

@@ -7,8 +7,6 @@
 #include "common/rpc/rpc_int.h"
 #include "proto/health.pb-c.h"
 
-#define MAX_REQUEST_BYTES 1024u
-
 struct health_watch {
     struct td_list link;
     struct td_rpc_call *call;
@@ -37,8 +35,7 @@ static enum td_status send_state(struct td_rpc_call *c, const struct td_rpc *r, 
     return td_rpc_send(c, &m.base);
 }
 
-/* --- Check
- * ------------------------------------------------------------------------------------------------------------- */
+/* --- Check ------------------------------------------------------------------------------------------------- */
 static void check_message(struct td_rpc_call *c, const ProtobufCMessage *msg)
 {
     const struct td_rpc *r = td_rpc_call_user(c);
@@ -52,14 +49,13 @@ static void check_message(struct td_rpc_call *c, const ProtobufCMessage *msg)
 
 static void check_closed(struct td_rpc_call *c, enum td_status st, const char *text) { (void)c, (void)st, (void)text; }
 
-static void check_open(struct td_rpc_call *c, void *service)
+void rpc_health_check_open(struct td_rpc_call *c, void *service)
 {
     static const struct td_rpc_handlers h = {.on_message = check_message, .on_closed = check_closed};
     td_rpc_call_accept(c, &h, service);
 }
 
-/* --- Watch
- * ------------------------------------------------------------------------------------------------------------- */
+/* --- Watch ------------------------------------------------------------------------------------------------- */
 static void watch_tell(struct health_watch *w, const struct td_rpc *r)
 {
     w->must_tell = w->has_asked && send_state(w->call, r, w->is_known) == TD_E_BUSY;
@@ -87,7 +83,7 @@ static void watch_closed(struct td_rpc_call *c, enum td_status st, const char *t
     free(w);
 }
 
-static void watch_open(struct td_rpc_call *c, void *service)
+void rpc_health_watch_open(struct td_rpc_call *c, void *service)
 {
     static const struct td_rpc_handlers h = {
         .on_message = watch_message, .on_writable = watch_writable, .on_closed = watch_closed};
@@ -102,25 +98,10 @@ static void watch_open(struct td_rpc_call *c, void *service)
     td_rpc_call_accept(c, &h, w);
 }
 
-const struct td_rpc_method rpc_builtin_methods[] = {
-    {"/grpc.health.v1.Health/Check", &grpc__health__v1__health_check_request__descriptor,
-     &grpc__health__v1__health_check_response__descriptor, MAX_REQUEST_BYTES, check_open, false},
-    {"/grpc.health.v1.Health/Watch", &grpc__health__v1__health_check_request__descriptor,
-     &grpc__health__v1__health_check_response__descriptor, MAX_REQUEST_BYTES, watch_open, false},
-    {.path = NULL},
-};
-
-/* --- the daemon's word
- * --------------------------------------------------------------------------------------------------- */
+/* --- the daemon's word ------------------------------------------------------------------------------------- */
 void rpc_health_changed(struct td_rpc *r)
 {
     TD_LIST_FOREACH (it, &r->watchers) watch_tell(TD_LIST_ENTRY(it, struct health_watch, link), r);
-}
-
-void rpc_health_end_watches(struct td_rpc *r)
-{
-    TD_LIST_FOREACH (it, &r->watchers)
-        td_rpc_finish(TD_LIST_ENTRY(it, struct health_watch, link)->call, TD_E_DRAINING, NULL);
 }
 
 void td_rpc_set_serving(struct td_rpc *r, bool is_serving)

@@ -46,8 +46,7 @@ static void on_grpc_log(gpr_log_func_args *a)
         TD_DEBUG("grpc", "at=%s:%d text=\"%s\"", file, a->line, a->message);
 }
 
-/* --- time ------------------------------------------------------------------------------------------------------------
- */
+/* --- time -------------------------------------------------------------------------------------------------- */
 uint64_t rpc_until_ns(gpr_timespec deadline)
 {
     gpr_timespec left = gpr_time_sub(deadline, gpr_now(deadline.clock_type));
@@ -67,8 +66,7 @@ gpr_timespec rpc_timespec(uint64_t deadline_ns)
     return gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC), span);
 }
 
-/* --- tags: loop -> core -> poller -> loop
- * -------------------------------------------------------------------------------- */
+/* --- tags: loop -> core -> poller -> loop ------------------------------------------------------------------ */
 void rpc_tag_begin(struct rpc_tag *t)
 {
     t->rpc->n_in_flight++;
@@ -197,8 +195,7 @@ void rpc_drain_until_idle(struct td_rpc *r)
     }
 }
 
-/* --- life ------------------------------------------------------------------------------------------------------------
- */
+/* --- life -------------------------------------------------------------------------------------------------- */
 static enum td_status start_pollers(struct td_rpc *r)
 {
     for (; r->n_pollers < RPC_N_POLLERS; r->n_pollers++) {

@@ -65,7 +65,7 @@ void td_rpc_set_serving(struct td_rpc *r, bool is_serving); /* starts false */
  * Again while it runs: only shortens the grace, the first done counts. */
 void td_rpc_shutdown(struct td_rpc *r, uint32_t grace_ms, void (*done)(void *user), void *user);
 
-/* --- a call, either end ------------------------------------------------------------------------------------------- */
+/* --- a call, either end ------------------------------------------------------------------------------------ */
 void td_rpc_call_accept(struct td_rpc_call *c, const struct td_rpc_handlers *h,
                         void *user); /* server, inside on_open */
 void *td_rpc_call_user(const struct td_rpc_call *c);
@@ -85,7 +85,7 @@ void td_rpc_cancel(struct td_rpc_call *c);     /* client; on_closed follows */
  * the rules. */
 void td_rpc_abort(struct td_rpc_call *c, enum td_status st, const char *text);
 
-/* --- client ------------------------------------------------------------------------------------------------------- */
+/* --- client ------------------------------------------------------------------------------------------------ */
 enum td_status td_rpc_channel_open(struct td_rpc *r, const char *address, struct td_rpc_channel **out);
 void td_rpc_channel_close(struct td_rpc_channel *ch); /* its calls are cancelled; NULL is fine */
 struct td_rpc_metadata {

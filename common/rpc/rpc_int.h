@@ -21,6 +21,15 @@
 #define RPC_MAX_REPLY_BYTES  (4u << 20)
 #define RPC_MAX_STATUS_BYTES 1024u /* of a status text; headers are limited to 16 KiB and escapes triple it */
 #define RPC_STATUS_KEY       "tandem-status"
+#define RPC_REFLECTION       "grpc.reflection.v1.ServerReflection"
+#define RPC_REFLECTION_ALPHA "grpc.reflection.v1alpha.ServerReflection" /* served for older tools, not listed */
+
+/* Needs the descriptor set that the build makes from proto/. */
+#if __has_include("proto/descriptors.inc")
+#define RPC_HAS_REFLECTION 1
+#else
+#define RPC_HAS_REFLECTION 0
+#endif
 
 /* An element of a grpc_arg array; core's key is not const but is not written. */
 #define RPC_INT_ARG(k, v)                                                                                              \
@@ -112,7 +121,7 @@ struct td_rpc_call {
     struct td_rpc *rpc;
     struct td_list link, dirty_link;
     grpc_call *call;
-    bool is_server;
+    bool is_server, is_builtin;
     const struct td_rpc_method *method; /* server; NULL: unknown path */
     struct td_rpc_channel *channel;     /* client */
     struct td_rpc_handlers h;
@@ -178,10 +187,16 @@ void rpc_server_stop(struct td_rpc *r); /* for destroy: cancels, waits, frees */
 /* client.c */
 void rpc_channel_release(struct td_rpc_channel *ch); /* frees it once closed and without calls */
 
-/* health.c: the standard methods of every server, closed by path NULL; their service is the td_rpc. */
+/* builtin.c: closed by path NULL; their service is the td_rpc. */
 extern const struct td_rpc_method rpc_builtin_methods[];
+
+/* health.c */
+void rpc_health_check_open(struct td_rpc_call *c, void *service);
+void rpc_health_watch_open(struct td_rpc_call *c, void *service);
 void rpc_health_changed(struct td_rpc *r);
-void rpc_health_end_watches(struct td_rpc *r);
+
+/* reflection.c */
+void rpc_reflection_open(struct td_rpc_call *c, void *service);
 
 /* status.c */
 grpc_status_code rpc_status_to_grpc(enum td_status st);

@@ -23,8 +23,7 @@
     (64u << 10)         /* a message up to this much too large is refused with our text, else with core's */
 #define ONLY_IDENTITY 1 /* bit set of compression algorithms: a compressed message could grow a thousandfold */
 
-/* --- arrivals
- * ---------------------------------------------------------------------------------------------------------- */
+/* --- arrivals ---------------------------------------------------------------------------------------------- */
 static void request_call(struct td_rpc *r, struct rpc_slot *s)
 {
     s->call = NULL;
@@ -70,6 +69,7 @@ static void open_call(struct td_rpc *r, struct rpc_slot *s)
     c->method = find_method(r->methods, s->details.method);
     if (c->method == NULL) {
         service = r;
+        c->is_builtin = true;
         c->method = find_method(rpc_builtin_methods, s->details.method);
     }
     rpc_call_begin_server(c);
@@ -97,8 +97,7 @@ static void on_arrival(struct rpc_tag *t, bool ok)
     if (ok && r->server_state == RPC_SERVING) request_call(r, s);
 }
 
-/* --- start
- * --------------------------------------------------------------------------------------------------------------- */
+/* --- start ------------------------------------------------------------------------------------------------- */
 /* Core only says that it failed. Tries the same by hand to learn why. */
 static void explain_listen(const char *address, struct td_err *err)
 {
@@ -189,8 +188,7 @@ enum td_status td_rpc_serve(struct td_rpc *r, const char *address, const struct 
 
 uint16_t td_rpc_port(const struct td_rpc *r) { return r->port; }
 
-/* --- shutdown
- * ------------------------------------------------------------------------------------------------------------ */
+/* --- shutdown ---------------------------------------------------------------------------------------------- */
 static void tell_shutdown(struct td_mail *m)
 {
     struct td_rpc *r = TD_CONTAINER_OF(m, struct td_rpc, shutdown_mail);
@@ -228,10 +226,19 @@ static void on_grace_over(struct td_timer *t)
     grpc_server_cancel_all_calls(r->server);
 }
 
+/* Nobody waits for a watch of health: it would last as long as its client likes. */
+static void end_builtin_calls(struct td_rpc *r)
+{
+    TD_LIST_FOREACH (it, &r->calls) {
+        struct td_rpc_call *c = TD_LIST_ENTRY(it, struct td_rpc_call, link);
+        if (c->is_builtin) td_rpc_finish(c, TD_E_DRAINING, NULL);
+    }
+}
+
 static void begin_shutdown(struct td_rpc *r)
 {
     td_rpc_set_serving(r, false);
-    rpc_health_end_watches(r);
+    end_builtin_calls(r);
     r->server_state = RPC_SHUTTING_DOWN;
     r->shutdown_tag = (struct rpc_tag){.done = on_shut, .rpc = r};
     rpc_tag_begin(&r->shutdown_tag);

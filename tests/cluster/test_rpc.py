@@ -1,5 +1,6 @@
 """common/rpc against a foreign client (grpcio): the small server tests/support/rpc_echo_server."""
 import concurrent.futures
+import importlib
 import os
 import signal
 import socket
@@ -10,8 +11,11 @@ import time
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pb2
 
 from conftest import BIN, free_port, health_grpc, health_pb2, inference_pb2, wait_until
+
+reflection_pb2 = importlib.import_module("proto.reflection_pb2")
 
 UTF8 = "größer als 100 % – „ja“ 😀 \"x\"\\n"
 
@@ -298,6 +302,41 @@ def test_health_with_the_standard_package(shared):
             "print(s.Check(health_pb2.HealthCheckRequest(service='tandem.test.Echo'),timeout=20).status)\n")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "1"
+
+
+# --- reflection --------------------------------------------------------------------------------------------------------------
+@pytest.fixture(params=["v1", "v1alpha"])
+def ask(shared, request):
+    """A function that asks one question and returns the answer."""
+    method = shared.channel.stream_stream(f"/grpc.reflection.{request.param}.ServerReflection/ServerReflectionInfo",
+                                          request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                                          response_deserializer=reflection_pb2.ServerReflectionResponse.FromString)
+    return lambda **q: list(method(iter([reflection_pb2.ServerReflectionRequest(host="h", **q)]), timeout=20))[0]
+
+
+def test_reflection_lists_the_services(ask):
+    answer = ask(list_services="")
+    assert [s.name for s in answer.list_services_response.service] == [
+        "tandem.test.Echo", "grpc.health.v1.Health", "grpc.reflection.v1.ServerReflection"]
+    assert answer.valid_host == "h"
+    assert answer.original_request.WhichOneof("message_request") == "list_services"
+
+
+def test_reflection_gives_files_with_what_they_import(ask):
+    def names(answer):
+        return [descriptor_pb2.FileDescriptorProto.FromString(f).name
+                for f in answer.file_descriptor_response.file_descriptor_proto]
+    assert names(ask(file_containing_symbol="tandem.v1.Fleet.Join")) == [
+        "proto/fleet.proto", "proto/worker.proto", "proto/common.proto"]
+    assert names(ask(file_by_filename="proto/common.proto")) == ["proto/common.proto"]
+    assert names(ask(file_containing_symbol="grpc.health.v1.HealthCheckResponse.ServingStatus")) == ["proto/health.proto"]
+
+
+def test_reflection_says_what_is_not_there(ask):
+    for question in ({"file_by_filename": "no.proto"}, {"file_containing_symbol": "tandem.v1.Nothing"},
+                     {"all_extension_numbers_of_type": "tandem.v1.Usage"}):
+        assert ask(**question).error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
+    assert ask().error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
 
 
 # --- life --------------------------------------------------------------------------------------------------------------------

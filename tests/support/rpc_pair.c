@@ -13,8 +13,7 @@
 
 #define PATIENCE_MS 30000u
 
-/* --- turning the loop
- * ---------------------------------------------------------------------------------------------------- */
+/* --- turning the loop -------------------------------------------------------------------------------------- */
 static void on_guard(struct td_timer *t) { TD_CONTAINER_OF(t, struct rpc_pair_guard, timer)->is_over = true; }
 
 static void guard_for(struct rpc_pair *p, struct rpc_pair_guard *g, const char *what, uint64_t ms)
@@ -48,8 +47,7 @@ void rpc_pair_for_ms(struct rpc_pair *p, uint64_t ms)
 
 uint64_t rpc_pair_in_ms(uint64_t ms) { return td_clock_ns() + ms * TD_NS_PER_MS; }
 
-/* --- messages
- * -------------------------------------------------------------------------------------------------------------- */
+/* --- messages ---------------------------------------------------------------------------------------------- */
 enum td_status rpc_pair_send(struct td_rpc_call *c, uint32_t number, const char *model, size_t n_filler_ids)
 {
     Tandem__V1__DetokenizeRequest m = TANDEM__V1__DETOKENIZE_REQUEST__INIT;
@@ -90,8 +88,7 @@ static void on_half_close(struct td_rpc_call *c)
 
 static void on_writable(struct td_rpc_call *c) { ((struct rpc_end *)td_rpc_call_user(c))->n_writable++; }
 
-/* --- the server's end
- * -------------------------------------------------------------------------------------------------------- */
+/* --- the server's end -------------------------------------------------------------------------------------- */
 static void on_request(struct td_rpc_call *c, const ProtobufCMessage *msg)
 {
     struct rpc_end *e = td_rpc_call_user(c);
@@ -150,8 +147,7 @@ static const struct td_rpc_method methods[] = {
     {.path = NULL},
 };
 
-/* --- the client's end
- * -------------------------------------------------------------------------------------------------------- */
+/* --- the client's end -------------------------------------------------------------------------------------- */
 static void on_reply(struct td_rpc_call *c, const ProtobufCMessage *msg)
 {
     struct rpc_end *e = td_rpc_call_user(c);
@@ -175,9 +171,7 @@ void rpc_pair_call(struct rpc_pair *p, const char *path, uint64_t deadline_ns, b
                      TD_OK);
 }
 
-/* --- life
- * ----------------------------------------------------------------------------------------------------------------------
- */
+/* --- life -------------------------------------------------------------------------------------------------- */
 static const struct td_rpc_options options = {.max_queued_bytes = RPC_PAIR_MAX_QUEUED};
 
 void rpc_pair_serve(struct rpc_pair *p)

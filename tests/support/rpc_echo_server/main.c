@@ -120,8 +120,7 @@ static void serving_message(struct td_rpc_call *c, const ProtobufCMessage *msg)
     reply_and_finish(c, "");
 }
 
-/* --- Flood
- * ------------------------------------------------------------------------------------------------------------- */
+/* --- Flood ------------------------------------------------------------------------------------------------- */
 static void flood_more(struct td_rpc_call *c)
 {
     struct flood *f = td_rpc_call_user(c);
@@ -169,8 +168,7 @@ static void flood_open(struct td_rpc_call *c, void *service)
     td_rpc_call_accept(c, &h, f);
 }
 
-/* --- the table
- * ----------------------------------------------------------------------------------------------------------- */
+/* --- the table --------------------------------------------------------------------------------------------- */
 #define OPEN(name, closed, ...)                                                                                        \
     static void name##_open(struct td_rpc_call *c, void *service)                                                      \
     {                                                                                                                  \
@@ -202,8 +200,7 @@ static const struct td_rpc_method methods[] = {
     {.path = NULL},
 };
 
-/* --- life
- * ---------------------------------------------------------------------------------------------------------------- */
+/* --- life -------------------------------------------------------------------------------------------------- */
 static void on_shut(void *user) { td_loop_stop(((struct server *)user)->loop); }
 
 static void on_signal(int signum, unsigned nth, void *user)

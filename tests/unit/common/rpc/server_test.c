@@ -35,8 +35,7 @@ static int tear_down(void **state)
 
 static void on_shut(void *user) { *(bool *)user = true; }
 
-/* --- listening
- * --------------------------------------------------------------------------------------------------------- */
+/* --- listening --------------------------------------------------------------------------------------------- */
 static const struct td_rpc_method no_methods[] = {{.path = NULL}};
 
 static void expect_refused(struct rpc_pair *p, const char *address, const char *why)
@@ -102,8 +101,7 @@ static void garbage_on_the_port_hurts_nobody_else(void **state)
     assert_int_equal(p->n_served, 1);
 }
 
-/* --- shutdown
- * ---------------------------------------------------------------------------------------------------------- */
+/* --- shutdown ---------------------------------------------------------------------------------------------- */
 static void shutdown_lets_running_calls_finish(void **state)
 {
     struct rpc_pair *p = *state;
@@ -176,8 +174,7 @@ static void port_is_free_again_after_shutdown(void **state)
     assert_int_equal(e.st, TD_OK);
 }
 
-/* --- destruction
- * ------------------------------------------------------------------------------------------------------- */
+/* --- destruction ------------------------------------------------------------------------------------------- */
 static void destroying_a_server_closes_its_calls_inside(void **state)
 {
     struct rpc_pair *p = *state;
