@@ -54,6 +54,7 @@ void td_buf_printf(struct td_buf *b, const char *fmt, ...)
     va_start(ap, fmt);
     int n = vsnprintf(NULL, 0, fmt, ap);
     va_end(ap);
+    if (n < 0) b->failed = true;
     if (n < 0 || !td_buf_reserve(b, (size_t)n + 1)) return;
     va_start(ap, fmt);
     vsnprintf((char *)b->data + b->n, (size_t)n + 1, fmt, ap);
@@ -93,6 +94,7 @@ const uint8_t *td_read_bytes(struct td_reader *r, size_t n)
         return NULL;
     }
     const uint8_t *p = r->p;
+    if (n == 0) return p; /* which may be NULL, and NULL + 0 is undefined */
     r->p += n;
     r->n -= n;
     return p;

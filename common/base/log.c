@@ -1,6 +1,6 @@
 #include "common/base/log.h"
 
-#include <errno.h>
+#include <poll.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -12,7 +12,8 @@
 
 #include "common/base/clock.h"
 
-#define LINES_PER_SECOND 20u /* per site; errors are never limited below this either */
+#define LINES_PER_SECOND 20u /* per site */
+#define PIPE_WAIT_MS     2
 
 static char daemon_name[32] = "tandem";
 static _Atomic int lowest_level = TD_LOG_INFO;
@@ -34,7 +35,10 @@ int td_log_level_parse(const char *name)
     return -1;
 }
 
-enum td_log_level td_log_lowest(void) { return (enum td_log_level)atomic_load_explicit(&lowest_level, memory_order_relaxed); }
+enum td_log_level td_log_lowest(void)
+{
+    return (enum td_log_level)atomic_load_explicit(&lowest_level, memory_order_relaxed);
+}
 uint64_t td_log_n_lost(void) { return atomic_load(&n_lost); }
 
 void td_log_set_tap(void (*tap)(enum td_log_level, const char *, void *), void *user)
@@ -88,6 +92,9 @@ void td_log_write(struct td_log_site *site, enum td_log_level level, const char 
         line[n - 1] = '\n';
     }
     if (tap_fn != NULL) tap_fn(level, line, tap_user);
-    ssize_t w = write(STDERR_FILENO, line, (size_t)n); /* one write a line, so that lines of threads do not mix */
+    /* A pipe whose reader stalls would hold up the event loop. It polls writable only with room for a whole line. */
+    struct pollfd fd = {.fd = STDERR_FILENO, .events = POLLOUT};
+    ssize_t w =
+        poll(&fd, 1, PIPE_WAIT_MS) == 1 ? write(STDERR_FILENO, line, (size_t)n) : -1; /* one write: lines do not mix */
     if (w != n) atomic_fetch_add(&n_lost, 1);
 }

@@ -39,10 +39,12 @@ static void trim_partial_utf8(char *s)
 enum td_status td_err_set(struct td_err *err, enum td_status st, const char *fmt, ...)
 {
     if (err == NULL) return st;
+    char text[sizeof err->text]; /* the arguments may point into err->text */
     va_list ap;
     va_start(ap, fmt);
-    vsnprintf(err->text, sizeof err->text, fmt, ap);
+    vsnprintf(text, sizeof text, fmt, ap);
     va_end(ap);
+    memcpy(err->text, text, strlen(text) + 1);
     trim_partial_utf8(err->text);
     return st;
 }
