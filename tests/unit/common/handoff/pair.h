@@ -91,15 +91,15 @@ struct pair {
 
 /* --- clock ----------------------------------------------------------------------------------------------------------
  */
-static uint64_t pair_now(struct td_env *e) { return ((struct pair *)e)->now; }
-static void pair_timer_stop(struct td_env *e, struct td_timer *t)
+static inline uint64_t pair_now(struct td_env *e) { return ((struct pair *)e)->now; }
+static inline void pair_timer_stop(struct td_env *e, struct td_timer *t)
 {
     (void)e;
     if (!t->is_armed) return;
     td_list_remove(&t->link);
     t->is_armed = false;
 }
-static void pair_timer_start(struct td_env *e, struct td_timer *t, uint64_t delay)
+static inline void pair_timer_start(struct td_env *e, struct td_timer *t, uint64_t delay)
 {
     struct pair *w = (struct pair *)e;
     pair_timer_stop(e, t);
@@ -107,16 +107,16 @@ static void pair_timer_start(struct td_env *e, struct td_timer *t, uint64_t dela
     t->is_armed = true;
     td_list_push_back(&w->timers, &t->link);
 }
-static uint64_t draw(struct pair *w)
+static inline uint64_t draw(struct pair *w)
 {
     uint32_t out[4];
     td_rng_philox(w->seed, w->n_drawn++, 0, out);
     return (uint64_t)out[0] << 32 | out[1];
 }
-static uint64_t pair_random(struct td_env *e) { return draw((struct pair *)e); }
+static inline uint64_t pair_random(struct td_env *e) { return draw((struct pair *)e); }
 
 /* Fires what is due until `ns` from now, in order. */
-static void advance_ns(struct pair *w, uint64_t ns)
+static inline void advance_ns(struct pair *w, uint64_t ns)
 {
     uint64_t until = w->now + ns;
     for (;;) {
@@ -144,7 +144,7 @@ struct td_xfer_peer {
     struct td_list link; /* pair->peers */
     struct pair *pair;
 };
-static struct td_xfer_peer *fake_peer(struct pair *w)
+static inline struct td_xfer_peer *fake_peer(struct pair *w)
 {
     struct td_xfer_peer *p = calloc(1, sizeof *p);
     p->pair = w;
@@ -152,13 +152,13 @@ static struct td_xfer_peer *fake_peer(struct pair *w)
     return p;
 }
 
-static uint32_t page_of_offset(const struct td_kv_group_layout *g, uint64_t off)
+static inline uint32_t page_of_offset(const struct td_kv_group_layout *g, uint64_t off)
 {
     return (uint32_t)(off % td_kv_layer_bytes(g) / td_kv_page_bytes(g));
 }
 
-static enum td_status fake_put(struct td_xfer_peer *p, unsigned pool, const struct td_xfer_seg *segs, unsigned n_segs,
-                               struct td_xfer_req *req)
+static inline enum td_status fake_put(struct td_xfer_peer *p, unsigned pool, const struct td_xfer_seg *segs,
+                                      unsigned n_segs, struct td_xfer_req *req)
 {
     struct pair *w = p->pair;
     if (w->put_fails) return TD_E_PEER_LOST;
@@ -179,14 +179,14 @@ static enum td_status fake_put(struct td_xfer_peer *p, unsigned pool, const stru
     td_list_push_back(&w->ops, &op->link);
     return TD_OK;
 }
-static enum td_status fake_flush(struct td_xfer_peer *p, struct td_xfer_req *req)
+static inline enum td_status fake_flush(struct td_xfer_peer *p, struct td_xfer_req *req)
 {
     struct op *op = calloc(1, sizeof *op);
     *op = (struct op){.kind = OP_FLUSH, .req = req, .pair = p->pair};
     td_list_push_back(&p->pair->ops, &op->link);
     return TD_OK;
 }
-static void push_msg(struct td_list *q, uint64_t from, uint8_t id, const void *data, size_t n)
+static inline void push_msg(struct td_list *q, uint64_t from, uint8_t id, const void *data, size_t n)
 {
     struct msg *m = calloc(1, sizeof *m + n);
     m->from = from;
@@ -195,14 +195,14 @@ static void push_msg(struct td_list *q, uint64_t from, uint8_t id, const void *d
     memcpy(m->bytes, data, n);
     td_list_push_back(q, &m->link);
 }
-static enum td_status fake_send(struct td_xfer_peer *p, uint8_t id, const void *data, size_t n)
+static inline enum td_status fake_send(struct td_xfer_peer *p, uint8_t id, const void *data, size_t n)
 {
     push_msg(&p->pair->to_d, p->pair->p_inc, id, data, n);
     return TD_OK;
 }
-static enum td_status fake_peer_open(struct td_xfer *x, uint64_t inc, const void *address, size_t n_address,
-                                     const struct td_xfer_remote *pools, unsigned n_pools, struct td_xfer_peer **out,
-                                     struct td_err *err)
+static inline enum td_status fake_peer_open(struct td_xfer *x, uint64_t inc, const void *address, size_t n_address,
+                                            const struct td_xfer_remote *pools, unsigned n_pools,
+                                            struct td_xfer_peer **out, struct td_err *err)
 {
     (void)inc, (void)pools, (void)n_pools, (void)err;
     assert_int_equal(n_address, 4);
@@ -211,7 +211,7 @@ static enum td_status fake_peer_open(struct td_xfer *x, uint64_t inc, const void
     *out = fake_peer(x->pair);
     return TD_OK;
 }
-static void fake_peer_close(struct td_xfer_peer *p)
+static inline void fake_peer_close(struct td_xfer_peer *p)
 {
     p->pair->n_peer_closes++;
     td_list_remove(&p->link);
@@ -233,7 +233,7 @@ static const struct td_xfer_ops fake_xfer = {
 };
 
 /* Lets one posted operation happen. Puts may happen in any order; a flush only when no put before it is left. */
-static void happen(struct pair *w, struct op *op, enum td_status st)
+static inline void happen(struct pair *w, struct op *op, enum td_status st)
 {
     td_list_remove(&op->link);
     uint32_t at_owner = 0;
@@ -250,7 +250,7 @@ static void happen(struct pair *w, struct op *op, enum td_status st)
     free(op);
     req->done(req, st);
 }
-static bool happen_nth(struct pair *w, uint64_t nth)
+static inline bool happen_nth(struct pair *w, uint64_t nth)
 {
     unsigned n = 0;
     bool before = false;
@@ -289,7 +289,7 @@ static inline void happen_all(struct pair *w)
     } while (!td_list_is_empty(&w->ops));
 }
 
-static bool deliver_to_d(struct pair *w)
+static inline bool deliver_to_d(struct pair *w)
 {
     if (td_list_is_empty(&w->to_d)) return false;
     struct msg *m = TD_LIST_ENTRY(w->to_d.next, struct msg, link);
@@ -298,7 +298,7 @@ static bool deliver_to_d(struct pair *w)
     free(m);
     return true;
 }
-static bool deliver_to_p(struct pair *w)
+static inline bool deliver_to_p(struct pair *w)
 {
     if (td_list_is_empty(&w->to_p)) return false;
     struct msg *m = TD_LIST_ENTRY(w->to_p.next, struct msg, link);
@@ -331,18 +331,18 @@ static inline void settle(struct pair *w)
 
 /* --- the receiver's owner
  * ----------------------------------------------------------------------------------------------- */
-static uint8_t pattern(uint64_t generation, int g, uint32_t layer, uint32_t block, size_t i)
+static inline uint8_t pattern(uint64_t generation, int g, uint32_t layer, uint32_t block, size_t i)
 {
     return (uint8_t)(generation * 131 + (unsigned)g * 71 + layer * 37 + block * 17 + i);
 }
-static enum td_status rx_send(void *self, uint64_t prefill, uint8_t id, const void *data, size_t n)
+static inline enum td_status rx_send(void *self, uint64_t prefill, uint8_t id, const void *data, size_t n)
 {
     struct pair *w = self;
     if (!w->p_reachable || prefill != w->p_inc) return TD_E_UNAVAILABLE;
     push_msg(&w->to_p, D_INC, id, data, n);
     return TD_OK;
 }
-static void rx_ready(void *self, struct td_rx_reservation *r, const struct td_rx_complete *c)
+static inline void rx_ready(void *self, struct td_rx_reservation *r, const struct td_rx_complete *c)
 {
     struct pair *w = self;
     struct want *q = td_rx_owner(r);
@@ -358,7 +358,7 @@ static void rx_ready(void *self, struct td_rx_reservation *r, const struct td_rx
                     assert_int_equal(at[b], pattern(q->generation, g, l, q->target.first_block[g] + i, b));
             }
 }
-static void rx_failed(void *self, struct td_rx_reservation *r, enum td_status st, const char *why)
+static inline void rx_failed(void *self, struct td_rx_reservation *r, enum td_status st, const char *why)
 {
     (void)self;
     struct want *q = td_rx_owner(r);
@@ -367,7 +367,7 @@ static void rx_failed(void *self, struct td_rx_reservation *r, enum td_status st
     q->n_failed++;
     q->failed_st = st;
 }
-static void disown_pages(struct want *q)
+static inline void disown_pages(struct want *q)
 {
     for (int g = 0; g < TD_KV_N_GROUPS; g++)
         for (uint32_t i = 0; i < q->target.n_pages[g]; i++) {
@@ -375,7 +375,7 @@ static void disown_pages(struct want *q)
             q->pair->owner[g][q->pages[g][i]] = 0;
         }
 }
-static void rx_ended(void *self, struct td_rx_reservation *r)
+static inline void rx_ended(void *self, struct td_rx_reservation *r)
 {
     (void)self;
     struct want *q = td_rx_owner(r);
@@ -390,7 +390,7 @@ static void rx_ended(void *self, struct td_rx_reservation *r)
 
 /* --- the sender's owner
  * ------------------------------------------------------------------------------------------------ */
-static void tx_ended(void *self, struct td_tx_send *s, enum td_status st, uint64_t kv_bytes)
+static inline void tx_ended(void *self, struct td_tx_send *s, enum td_status st, uint64_t kv_bytes)
 {
     struct pair *w = self;
     struct want *q = td_tx_owner(s);
@@ -410,7 +410,7 @@ static void tx_ended(void *self, struct td_tx_send *s, enum td_status st, uint64
 
 /* --- building
  * ---------------------------------------------------------------------------------------------------------- */
-static void pair_start_sender(struct pair *w, uint64_t incarnation)
+static inline void pair_start_sender(struct pair *w, uint64_t incarnation)
 {
     static struct td_xfer x;
     x.pair = w;
@@ -428,7 +428,7 @@ static inline void pair_introduce(struct pair *w)
     memcpy(remote.kv, w->layout, sizeof remote.kv);
     assert_int_equal(td_tx_add_peer(w->tx, D_INC, peer, &remote), TD_OK);
 }
-static struct pair *pair_create(uint64_t seed)
+static inline struct pair *pair_create(uint64_t seed)
 {
     struct pair *w = calloc(1, sizeof *w);
     w->env = (struct td_env){pair_now, pair_timer_start, pair_timer_stop, pair_random};
@@ -468,7 +468,7 @@ static struct pair *pair_create(uint64_t seed)
     return w;
 }
 /* The sender's process dies: no callback of it runs, what it posted comes to rest somehow. */
-static void pair_kill_sender(struct pair *w)
+static inline void pair_kill_sender(struct pair *w)
 {
     td_tx_detach(w->tx);
     while (!td_list_is_empty(&w->ops)) {
@@ -485,7 +485,7 @@ static void pair_kill_sender(struct pair *w)
     w->p_reachable = false;
     drop_messages(&w->to_p);
 }
-static void pair_destroy(struct pair *w)
+static inline void pair_destroy(struct pair *w)
 {
     if (w->tx != NULL) pair_kill_sender(w);
     td_rx_destroy(w->rx);
@@ -504,7 +504,7 @@ static void pair_destroy(struct pair *w)
 
 /* --- what tests say
  * ------------------------------------------------------------------------------------------------------ */
-static struct want *reserve(struct pair *w, uint32_t n_tokens, uint32_t cached)
+static inline struct want *reserve(struct pair *w, uint32_t n_tokens, uint32_t cached)
 {
     struct want *q = &w->wants[w->n_wants];
     assert_true(w->n_wants < MAX_REQ);
@@ -526,7 +526,7 @@ static struct want *reserve(struct pair *w, uint32_t n_tokens, uint32_t cached)
         }
     return q;
 }
-static enum td_status begin(struct pair *w, struct want *q)
+static inline enum td_status begin(struct pair *w, struct want *q)
 {
     struct td_tx_pages src[TD_KV_N_GROUPS], dst[TD_KV_N_GROUPS];
     for (int g = 0; g < TD_KV_N_GROUPS; g++) {

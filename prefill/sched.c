@@ -1,0 +1,119 @@
+#include "prefill/sched.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "common/base/mem.h"
+#include "common/engine/kv_split.h"
+
+uint32_t td_prefill_sched_sliding_compute(uint32_t window, uint32_t chunk, uint32_t page_tokens)
+{
+    return td_kv_span_pages(window - 1 + chunk, page_tokens);
+}
+
+uint32_t td_prefill_sched_sliding_send(uint32_t window, uint32_t page_tokens)
+{
+    return td_kv_span_pages(window - 1, page_tokens);
+}
+
+/* First block that a position at `pos` or later can see in a sliding layer. */
+static uint32_t first_visible(const struct td_prefill_sched *s, uint32_t pos)
+{
+    uint32_t before = s->window_tokens - 1;
+    return pos > before ? (pos - before) / s->kv[TD_KV_SLIDING].page_tokens : 0;
+}
+
+static uint32_t blocks(const struct td_prefill_sched *s, enum td_kv_group g, uint32_t n_tokens)
+{
+    return (uint32_t)(((uint64_t)n_tokens + s->kv[g].page_tokens - 1) / s->kv[g].page_tokens);
+}
+
+enum td_status td_prefill_seq_init(struct td_prefill_seq *q, const struct td_prefill_sched *s, uint32_t n_tokens,
+                                   const char *holder)
+{
+    memset(q, 0, sizeof *q);
+    q->n_tokens = n_tokens;
+    q->n_blocks = blocks(s, TD_KV_FULL, n_tokens);
+    snprintf(q->holder, sizeof q->holder, "%s", holder);
+    for (int g = 0; g < TD_KV_N_GROUPS; g++) {
+        q->pages[g] = td_calloc(q->n_blocks, sizeof *q->pages[g]);
+        if (q->pages[g] == NULL) {
+            td_prefill_seq_deinit(q, s);
+            return TD_E_NO_MEMORY;
+        }
+        for (uint32_t b = 0; b < q->n_blocks; b++) q->pages[g][b] = TD_NO_PAGE;
+    }
+    return TD_OK;
+}
+
+static void drop(const struct td_prefill_sched *s, struct td_prefill_seq *q, enum td_kv_group g, uint32_t block)
+{
+    td_kv_pages_unref(s->pages, g, q->pages[g][block]);
+    q->pages[g][block] = TD_NO_PAGE;
+}
+
+/* Sliding pages before `block` go back. */
+static void drop_sliding_before(const struct td_prefill_sched *s, struct td_prefill_seq *q, uint32_t block)
+{
+    while (q->n_sliding > 0 && q->sliding_first < block) {
+        drop(s, q, TD_KV_SLIDING, q->sliding_first);
+        q->sliding_first++;
+        q->n_sliding--;
+    }
+}
+
+void td_prefill_seq_deinit(struct td_prefill_seq *q, const struct td_prefill_sched *s)
+{
+    drop_sliding_before(s, q, UINT32_MAX);
+    for (uint32_t b = 0; q->has_full && b < q->n_blocks; b++) drop(s, q, TD_KV_FULL, b);
+    for (int g = 0; g < TD_KV_N_GROUPS; g++) free(q->pages[g]);
+    memset(q, 0, sizeof *q);
+}
+
+enum td_status td_prefill_sched_reserve(const struct td_prefill_sched *s, struct td_prefill_seq *q)
+{
+    enum td_status st = td_kv_pages_alloc(s->pages, TD_KV_FULL, q->n_blocks, q->holder, q->pages[TD_KV_FULL]);
+    q->has_full = st == TD_OK;
+    return st;
+}
+
+enum td_status td_prefill_sched_chunk(const struct td_prefill_sched *s, struct td_prefill_seq *q,
+                                      const uint32_t *tokens, struct td_segment *seg)
+{
+    uint32_t left = q->n_tokens - q->n_done, n = left < s->chunk_tokens ? left : s->chunk_tokens;
+    uint32_t first = first_visible(s, q->n_done), end = blocks(s, TD_KV_SLIDING, q->n_done + n);
+    if (q->n_sliding == 0) q->sliding_first = first;
+    uint32_t have = q->sliding_first + q->n_sliding;
+    if (end > have) {
+        enum td_status st =
+            td_kv_pages_alloc(s->pages, TD_KV_SLIDING, end - have, q->holder, q->pages[TD_KV_SLIDING] + have);
+        if (st != TD_OK) {
+            for (uint32_t b = have; b < end; b++) q->pages[TD_KV_SLIDING][b] = TD_NO_PAGE;
+            return st;
+        }
+        q->n_sliding += end - have;
+    }
+    q->n_chunk = n;
+    seg->tokens = tokens + q->n_done;
+    seg->n_tokens = n;
+    seg->start = q->n_done;
+    seg->table[TD_KV_SLIDING] = (struct td_page_table){q->pages[TD_KV_SLIDING] + first, first, end - first};
+    seg->table[TD_KV_FULL] = (struct td_page_table){q->pages[TD_KV_FULL], 0, blocks(s, TD_KV_FULL, q->n_done + n)};
+    return TD_OK;
+}
+
+uint32_t td_prefill_seq_ready_end(const struct td_prefill_seq *q, const struct td_prefill_sched *s, enum td_kv_group g)
+{
+    if (td_prefill_seq_is_last_chunk(q)) return q->n_blocks;
+    return g == TD_KV_FULL ? (q->n_done + q->n_chunk) / s->kv[g].page_tokens : 0;
+}
+
+void td_prefill_sched_chunk_done(const struct td_prefill_sched *s, struct td_prefill_seq *q)
+{
+    q->n_done += q->n_chunk;
+    q->n_chunk = 0;
+    drop_sliding_before(s, q, first_visible(s, q->n_done));
+}
+
+void td_prefill_sched_chunk_undone(struct td_prefill_seq *q) { q->n_chunk = 0; }

@@ -1,0 +1,58 @@
+/* Chunks of a prompt under a token budget, and the pages they need. Pages of full layers are taken for the whole prompt
+ * before its first chunk; pages of sliding layers come with each chunk and go when the window has passed them, so that
+ * a long prompt holds few. Which prompt is next is the worker's queue: first come, first served, one at a time. Pure;
+ * loop thread only. */
+#ifndef TD_PREFILL_SCHED_H
+#define TD_PREFILL_SCHED_H
+
+#include "common/base/status.h"
+#include "common/engine/batch.h"
+#include "common/engine/kv_pages.h"
+
+struct td_prefill_sched {
+    struct td_kv_group_layout kv[TD_KV_N_GROUPS];
+    uint32_t window_tokens, chunk_tokens;
+    struct td_kv_pages *pages;
+};
+
+/* One prompt. All zero before init. */
+struct td_prefill_seq {
+    uint32_t n_tokens, n_blocks;
+    uint32_t n_done;                 /* tokens computed */
+    uint32_t n_chunk;                /* tokens of the chunk that is prepared or in flight; 0: none */
+    uint32_t *pages[TD_KV_N_GROUPS]; /* [n_blocks] by block; TD_NO_PAGE: not held */
+    uint32_t n_sliding; /* sliding pages held are those of blocks [sliding_first, sliding_first + n_sliding) */
+    uint32_t sliding_first;
+    bool has_full;
+    char holder[72];
+};
+
+/* Sliding pages that one prompt can hold while it is computed in chunks of n tokens, and after that while it is sent.
+ */
+uint32_t td_prefill_sched_sliding_compute(uint32_t window_tokens, uint32_t chunk_tokens, uint32_t page_tokens);
+uint32_t td_prefill_sched_sliding_send(uint32_t window_tokens, uint32_t page_tokens);
+
+enum td_status td_prefill_seq_init(struct td_prefill_seq *q, const struct td_prefill_sched *s, uint32_t n_tokens,
+                                   const char *holder); /* NO_MEMORY */
+/* Gives every page back; the chunk in flight must be done. */
+void td_prefill_seq_deinit(struct td_prefill_seq *q, const struct td_prefill_sched *s);
+
+/* The full layers' pages. NO_PAGES: not now (nothing is held). */
+enum td_status td_prefill_sched_reserve(const struct td_prefill_sched *s, struct td_prefill_seq *q);
+/* The next chunk: takes its sliding pages and fills tokens, n_tokens, start and table of seg; the rest of seg is the
+ * caller's. tokens: the whole prompt. NO_PAGES: not now. */
+enum td_status td_prefill_sched_chunk(const struct td_prefill_sched *s, struct td_prefill_seq *q,
+                                      const uint32_t *tokens, struct td_segment *seg);
+static inline bool td_prefill_seq_is_last_chunk(const struct td_prefill_seq *q)
+{
+    return q->n_done + q->n_chunk == q->n_tokens;
+}
+/* Blocks of a group that are complete once the prepared chunk's layer is stored: all before the result. Sliding layers
+ * travel at the end only, since a later chunk moves the window. */
+uint32_t td_prefill_seq_ready_end(const struct td_prefill_seq *q, const struct td_prefill_sched *s, enum td_kv_group g);
+/* The chunk was computed: the sliding pages that no later position sees go back. */
+void td_prefill_sched_chunk_done(const struct td_prefill_sched *s, struct td_prefill_seq *q);
+/* The chunk was not computed (not submitted, or failed). */
+void td_prefill_sched_chunk_undone(struct td_prefill_seq *q);
+
+#endif

@@ -1,0 +1,553 @@
+/* One request of the prefill worker.
+ *
+ * The happy path
+ *   1. A Run arrives: every field is checked, the decode worker is known (or introduced), its generation is begun.
+ * WAITING
+ *   2. Its turn comes: pages are there, the first chunk goes to the engine; chunks follow one another. COMPUTING After
+ * each layer its finished blocks are put into the decode worker's pages.
+ *   3. The last chunk drew the first token: it is told at once. The rest of the puts and the flush go on. SENDING
+ *   4. `complete` was sent: RunDone, the stream ends, the pages go back. LEAVING
+ *
+ * What can go wrong, in any state
+ *   the client leaves, the deadline passes, the engine fails: the send is aborted (the decode worker is told), the
+ * stream ends. the decode worker stops the generation, or dies: the send ends by itself, the stream ends with STALE or
+ * PEER_LOST. the first token ends the request: it is told with its reason, the send is aborted with OK (no KV is
+ * needed), all is well. LEAVING lasts until the engine has given the batch back and no put reads the pages any more;
+ * only then they are free. */
+#include "prefill/worker.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "common/base/clock.h"
+#include "common/base/json.h"
+#include "common/base/log.h"
+#include "common/base/mem.h"
+#include "common/engine/request.h"
+#include "common/handoff/wire.h"
+#include "common/metrics/metrics.h"
+#include "prefill/sched.h"
+
+#define RUN_STATES(X)                                                                                                  \
+    X(NONE)                                                                                                            \
+    X(WAITING)                                                                                                         \
+    X(COMPUTING)                                                                                                       \
+    X(SENDING)                                                                                                         \
+    X(LEAVING)
+#define RUN_EVENTS(X)                                                                                                  \
+    X(TURN)   /* pages are there, nobody else computes */                                                              \
+    X(DREW)   /* the first token, and more will follow elsewhere */                                                    \
+    X(OVER)   /* the first token ended the request */                                                                  \
+    X(SENT)   /* `complete` is on its way */                                                                           \
+    X(UNSENT) /* the send ended otherwise */                                                                           \
+    X(GONE)   /* the client */                                                                                         \
+    X(DEADLINE)                                                                                                        \
+    X(FAILED) /* ours: engine, memory, end of grace */
+
+enum run_state {
+#define X(name) RUN_##name,
+    RUN_STATES(X)
+#undef X
+        RUN_N_STATES
+};
+enum run_event {
+#define X(name) EV_##name,
+    RUN_EVENTS(X)
+#undef X
+        RUN_N_EVENTS
+};
+static const char *const state_names[] = {
+#define X(name) #name,
+    RUN_STATES(X)
+#undef X
+};
+static const char *const event_names[] = {
+#define X(name) #name,
+    RUN_EVENTS(X)
+#undef X
+};
+
+/* NONE: cannot happen here, nothing is done. */
+#define TROUBLE                                                                                                        \
+    [EV_UNSENT] = RUN_LEAVING, [EV_GONE] = RUN_LEAVING, [EV_DEADLINE] = RUN_LEAVING, [EV_FAILED] = RUN_LEAVING
+static const uint8_t run_next[RUN_N_STATES][RUN_N_EVENTS] = {
+    [RUN_WAITING] = {[EV_TURN] = RUN_COMPUTING, TROUBLE},
+    [RUN_COMPUTING] = {[EV_DREW] = RUN_SENDING, [EV_OVER] = RUN_LEAVING, TROUBLE},
+    [RUN_SENDING] = {[EV_SENT] = RUN_LEAVING, TROUBLE},
+    [RUN_LEAVING] = {0}, /* the answer was given; batch and send come to rest */
+};
+
+struct td_prefill_run {
+    struct td_prefill_worker *w;
+    struct td_list link; /* w->runs: by arrival */
+    enum run_state state;
+    void *call; /* NULL: answered, or gone */
+    struct td_token_request req;
+    struct td_prefill_seq seq;
+    uint64_t decode; /* incarnation of the target */
+    struct td_tx_send *send;
+    struct td_segment seg;
+    struct td_batch batch;
+    bool has_batch;  /* in the engine */
+    bool is_stalled; /* COMPUTING, but the next chunk found no page or no place in the engine */
+    struct td_timer deadline;
+    uint64_t deadline_ns, arrived_ns, turn_ns, first_ns, entered_ns, submitted_ns;
+};
+
+struct td_prefill_worker {
+    struct td_prefill_worker_options o;
+    struct td_prefill_ports ports;
+    struct td_prefill_send *send;
+    struct td_prefill_sched sched;
+    struct td_list runs;
+    struct td_prefill_run *computing;
+    uint32_t n_runs, n_waiting;
+    bool is_draining, is_advancing;
+};
+
+static void advance(struct td_prefill_worker *w);
+static uint64_t now(const struct td_prefill_worker *w) { return w->ports.env->now_ns(w->ports.env); }
+static struct td_tx *tx_of(const struct td_prefill_worker *w) { return td_prefill_send_tx(w->send); }
+
+/* ---- the end of a request ------------------------------------------------------------------------------------------
+ */
+
+static void run_free(struct td_prefill_run *r)
+{
+    struct td_prefill_worker *w = r->w;
+    w->ports.env->timer_stop(w->ports.env, &r->deadline);
+    td_prefill_seq_deinit(&r->seq, &w->sched);
+    td_token_request_deinit(&r->req);
+    td_list_remove(&r->link);
+    w->n_runs--;
+    free(r);
+}
+
+/* Frees a run that has left and that nothing holds any more. */
+static void rest(struct td_prefill_run *r)
+{
+    struct td_prefill_worker *w = r->w;
+    if (r->state != RUN_LEAVING || r->has_batch || r->send != NULL) return;
+    run_free(r);
+    advance(w); /* its pages may be what the next one waits for */
+    if (w->is_draining && w->n_runs == 0) w->ports.drained(w->ports.self);
+}
+
+static void answer(struct td_prefill_run *r, enum td_status st, const char *text)
+{
+    void *call = r->call;
+    r->call = NULL;
+    if (call != NULL) r->w->ports.finish(r->w->ports.self, call, st, text);
+}
+
+/* The one transition. st and text: the answer, if this is the end. r may be gone when this returns. */
+static void step(struct td_prefill_run *r, enum run_event ev, enum td_status st, const char *text)
+{
+    struct td_prefill_worker *w = r->w;
+    enum run_state from = r->state, to = (enum run_state)run_next[from][ev];
+    if (to == RUN_NONE) {
+        rest(r);
+        return;
+    }
+    TD_DEBUG("run", "req=%s event=%s from=%s to=%s status=%s", r->req.id, event_names[ev], state_names[from],
+             state_names[to], td_status_name(st));
+    r->state = to;
+    r->entered_ns = now(w);
+    if (from == RUN_WAITING) w->n_waiting--;
+    if (from == RUN_COMPUTING) w->computing = NULL;
+    if (to == RUN_COMPUTING) w->computing = r;
+    if (to == RUN_LEAVING) {
+        w->ports.env->timer_stop(w->ports.env, &r->deadline);
+        if (st != TD_OK)
+            TD_INFO("run_failed", "req=%s while=%s event=%s status=%s text=\"%s\"", r->req.id, state_names[from],
+                    event_names[ev], td_status_name(st), text != NULL ? text : "");
+        if (r->send != NULL) td_tx_abort(tx_of(w), r->send, st); /* after `complete` or a stop it changes nothing */
+        answer(r, st, text);
+        rest(r);
+    }
+}
+
+static void on_deadline(struct td_timer *t)
+{
+    struct td_prefill_run *r = TD_CONTAINER_OF(t, struct td_prefill_run, deadline);
+    struct td_prefill_worker *w = r->w;
+    step(r, EV_DEADLINE, TD_E_DEADLINE, "the deadline passed in the prefill worker");
+    advance(w);
+}
+
+/* ---- computing -----------------------------------------------------------------------------------------------------
+ */
+
+/* Does anybody but r hold pages that will come back? */
+static bool others_hold_pages(const struct td_prefill_run *r)
+{
+    TD_LIST_FOREACH (it, &r->w->runs) {
+        const struct td_prefill_run *o = TD_LIST_ENTRY(it, struct td_prefill_run, link);
+        if (o != r && (o->seq.has_full || o->seq.n_sliding > 0)) return true;
+    }
+    return false;
+}
+
+static void submit_chunk(struct td_prefill_run *r)
+{
+    struct td_prefill_worker *w = r->w;
+    memset(&r->seg, 0, sizeof r->seg);
+    r->is_stalled = true;
+    enum td_status st = td_prefill_sched_chunk(&w->sched, &r->seq, r->req.tokens, &r->seg);
+    if (st != TD_OK) {
+        if (st != TD_E_NO_PAGES || !others_hold_pages(r)) step(r, EV_FAILED, st, "no pages for the next chunk");
+        return;
+    }
+    bool is_last = td_prefill_seq_is_last_chunk(&r->seq);
+    if (is_last) td_token_request_want_token(&r->req, &r->seg);
+    memset(&r->batch, 0, sizeof r->batch);
+    r->batch.segments = &r->seg;
+    r->batch.n_segments = 1;
+    r->batch.want_layers = true;
+    r->batch.user = r;
+    st = w->ports.submit(w->ports.self, &r->batch);
+    if (st != TD_OK) {
+        td_prefill_sched_chunk_undone(&r->seq);
+        if (st != TD_E_BUSY) step(r, EV_FAILED, st, "the engine refused the chunk");
+        return;
+    }
+    r->is_stalled = false;
+    r->has_batch = true;
+    r->submitted_ns = now(w);
+    if (!is_last || r->send == NULL) return;
+    for (uint32_t b = r->seq.sliding_first; b < r->seq.sliding_first + r->seq.n_sliding; b++)
+        td_tx_set_source(r->send, TD_KV_SLIDING, b, r->seq.pages[TD_KV_SLIDING][b]);
+}
+
+static void take_turn(struct td_prefill_run *r)
+{
+    struct td_prefill_worker *w = r->w;
+    enum td_status st = td_prefill_sched_reserve(&w->sched, &r->seq);
+    if (st != TD_OK) {
+        if (st != TD_E_NO_PAGES || !others_hold_pages(r)) step(r, EV_FAILED, st, "no pages for the prompt");
+        return;
+    }
+    for (uint32_t b = 0; b < r->seq.n_blocks; b++)
+        td_tx_set_source(r->send, TD_KV_FULL, b, r->seq.pages[TD_KV_FULL][b]);
+    r->turn_ns = now(w);
+    step(r, EV_TURN, TD_OK, NULL);
+    submit_chunk(r);
+}
+
+/* Gives the engine what there is to do. Calls made from within wait for the outermost round. */
+static void advance(struct td_prefill_worker *w)
+{
+    if (w->is_advancing) return;
+    w->is_advancing = true;
+    for (;;) {
+        if (w->computing != NULL) {
+            struct td_prefill_run *r = w->computing;
+            if (r->is_stalled && !r->has_batch) submit_chunk(r);
+            if (w->computing != NULL) break;
+            continue; /* it failed: the next one */
+        }
+        struct td_prefill_run *next = NULL;
+        TD_LIST_FOREACH (it, &w->runs) {
+            struct td_prefill_run *r = TD_LIST_ENTRY(it, struct td_prefill_run, link);
+            if (r->state != RUN_WAITING) continue;
+            next = r;
+            break;
+        }
+        if (next == NULL) break;
+        uint32_t n_waiting = w->n_waiting;
+        if (now(w) >= next->deadline_ns) /* its timer is about to say so */
+            step(next, EV_DEADLINE, TD_E_DEADLINE, "the deadline passed in the prefill worker");
+        else
+            take_turn(next);
+        if (w->computing == NULL && w->n_waiting == n_waiting) break; /* waits for pages */
+    }
+    w->is_advancing = false;
+    td_metric_set(TD_M_sequences_waiting, w->n_waiting);
+    td_metric_set(TD_M_sequences_running, w->n_runs - w->n_waiting);
+}
+
+void td_prefill_worker_on_layer(struct td_prefill_worker *w, struct td_batch *b, uint32_t layer)
+{
+    struct td_prefill_run *r = b->user;
+    if (r->send == NULL || r->state != RUN_COMPUTING) return;
+    TD_CHECK(layer < w->o.model->n_layers);
+    enum td_kv_group g = w->o.model->is_sliding[layer] ? TD_KV_SLIDING : TD_KV_FULL;
+    td_tx_layer_ready(tx_of(w), r->send, w->o.model->layer_in_group[layer], g,
+                      td_prefill_seq_ready_end(&r->seq, &w->sched, g));
+}
+
+/* The last chunk is done: the first token. */
+static void drew(struct td_prefill_run *r)
+{
+    struct td_prefill_worker *w = r->w;
+    uint32_t token = r->seg.token;
+    Tandem__V1__FirstToken first = TANDEM__V1__FIRST_TOKEN__INIT;
+    struct td_logprobs_msg logprobs;
+    first.token_id = token;
+    if (r->req.want_logprobs) {
+        td_logprobs_msg_init(&logprobs, r->seg.chosen, r->seg.top, r->seg.n_top_logprobs);
+        first.logprobs = &logprobs.msg;
+    }
+    first.finish_reason = td_token_request_append(&r->req, token);
+    r->first_ns = now(w);
+    first.queue_us = (r->turn_ns - r->arrived_ns) / 1000;
+    first.prefill_us = (r->first_ns - r->arrived_ns) / 1000;
+    Tandem__V1__RunEvent ev = TANDEM__V1__RUN_EVENT__INIT;
+    ev.event_case = TANDEM__V1__RUN_EVENT__EVENT_FIRST;
+    ev.first = &first;
+    td_metric_add(TD_M_generated_tokens, 1);
+    if (w->ports.event(w->ports.self, r->call, &ev) != TD_OK) {
+        step(r, EV_FAILED, TD_E_SLOW_CLIENT, "the first token could not be told");
+        return;
+    }
+    if (first.finish_reason != TANDEM__V1__FINISH_REASON__FINISH_NONE) {
+        step(r, EV_OVER, TD_OK, NULL);
+        return;
+    }
+    td_tx_finish(tx_of(w), r->send, token);
+    step(r, EV_DREW, TD_OK, NULL);
+}
+
+void td_prefill_worker_on_done(struct td_prefill_worker *w, struct td_batch *b, enum td_status st)
+{
+    struct td_prefill_run *r = b->user;
+    TD_CHECK(r->has_batch);
+    r->has_batch = false;
+    td_metric_add(TD_M_steps, 1);
+    td_metric_observe(TD_M_step_seconds, (double)(now(w) - r->submitted_ns) / (double)TD_NS_PER_S);
+    if (st != TD_OK) {
+        td_prefill_sched_chunk_undone(&r->seq);
+        step(r, EV_FAILED, st, "the forward pass failed");
+    } else if (r->state != RUN_COMPUTING) {
+        td_prefill_sched_chunk_undone(&r->seq);
+        rest(r);
+    } else {
+        td_prefill_sched_chunk_done(&w->sched, &r->seq);
+        if (r->seq.n_done == r->seq.n_tokens)
+            drew(r);
+        else
+            submit_chunk(r);
+    }
+    advance(w);
+}
+
+/* ---- sending -------------------------------------------------------------------------------------------------------
+ */
+
+void td_prefill_worker_on_send_ended(void *self, struct td_tx_send *s, enum td_status st, uint64_t kv_bytes)
+{
+    struct td_prefill_worker *w = self;
+    struct td_prefill_run *r = td_tx_owner(s);
+    r->send = NULL;
+    if (st != TD_OK || r->state != RUN_SENDING) {
+        const char *text = st == TD_E_STALE       ? "the decode worker stopped this generation"
+                           : st == TD_E_PEER_LOST ? "the decode worker is lost"
+                                                  : "the KV could not be moved";
+        step(r, EV_UNSENT, st, text);
+        advance(w);
+        return;
+    }
+    Tandem__V1__RunDone done = TANDEM__V1__RUN_DONE__INIT;
+    done.kv_bytes = kv_bytes;
+    done.handoff_us = (now(w) - r->first_ns) / 1000;
+    done.transport = (char *)td_prefill_send_transport(w->send, r->decode);
+    Tandem__V1__RunEvent ev = TANDEM__V1__RUN_EVENT__INIT;
+    ev.event_case = TANDEM__V1__RUN_EVENT__EVENT_DONE;
+    ev.done = &done;
+    if (r->call != NULL) (void)w->ports.event(w->ports.self, r->call, &ev); /* the KV has arrived all the same */
+    step(r, EV_SENT, TD_OK, NULL);
+    advance(w);
+}
+
+/* ---- arriving ------------------------------------------------------------------------------------------------------
+ */
+
+static enum td_status check_list(const struct td_prefill_worker *w, enum td_kv_group g, const Tandem__V1__PageList *m,
+                                 uint32_t n_tokens, uint32_t cached, struct td_tx_pages *out, struct td_err *err)
+{
+    const char *field = g == TD_KV_SLIDING ? "target.sliding" : "target.full";
+    uint32_t first, end;
+    if (m == NULL) return td_err_set(err, TD_E_INVALID, "%s is missing", field);
+    td_handoff_blocks(&w->o.kv[g], g, w->o.model->window, n_tokens, cached, &first, &end);
+    if (m->first_block != first || m->n_pages != end - first)
+        return td_err_set(err, TD_E_INVALID,
+                          "%s has blocks %u to %zu, a prompt of %u tokens (%u cached) needs %u to %u", field,
+                          m->first_block, m->first_block + m->n_pages, n_tokens, cached, first, end);
+    *out = (struct td_tx_pages){first, end - first, m->pages};
+    return TD_OK;
+}
+
+static enum td_status check_target(const struct td_prefill_worker *w, const Tandem__V1__KvTarget *t, uint32_t n_tokens,
+                                   struct td_tx_pages dst[TD_KV_N_GROUPS], struct td_err *err)
+{
+    enum td_status st;
+    if (t == NULL) return td_err_set(err, TD_E_INVALID, "target is missing");
+    if (t->incarnation == 0) return td_err_set(err, TD_E_INVALID, "target.incarnation is 0");
+    if (t->generation == 0 || t->lowest_live_generation > t->generation)
+        return td_err_set(err, TD_E_INVALID, "target.generation %" PRIu64 " is 0 or below the lowest live one",
+                          t->generation);
+    if (t->cached_tokens >= n_tokens)
+        return td_err_set(err, TD_E_INVALID, "target.cached_tokens %u leaves nothing of %u tokens", t->cached_tokens,
+                          n_tokens);
+    TD_TRY(check_list(w, TD_KV_SLIDING, t->sliding, n_tokens, t->cached_tokens, &dst[TD_KV_SLIDING], err));
+    TD_TRY(check_list(w, TD_KV_FULL, t->full, n_tokens, t->cached_tokens, &dst[TD_KV_FULL], err));
+out:
+    return st;
+}
+
+/* Checks everything and begins the send. */
+static enum td_status begin(struct td_prefill_worker *w, struct td_prefill_run *r, const Tandem__V1__RunRequest *m,
+                            struct td_err *err)
+{
+    enum td_status st;
+    struct td_tx_pages src[TD_KV_N_GROUPS], dst[TD_KV_N_GROUPS];
+    if (m->request == NULL) return td_err_set(err, TD_E_INVALID, "request is missing");
+    TD_TRY(td_token_request_parse(m->request, w->o.model->vocab, w->o.max_context_tokens, &r->req, err));
+    if (w->is_draining) return td_err_set(err, TD_E_DRAINING, "this prefill worker is draining");
+    if (w->n_waiting + (w->computing != NULL ? 1 : 0) > w->o.max_waiting)
+        return td_err_set(err, TD_E_BUSY, "%u requests wait here already", w->n_waiting);
+    TD_TRY(check_target(w, m->target, r->req.n_tokens, dst, err));
+    r->decode = m->target->incarnation;
+    TD_TRY(td_prefill_send_introduce(w->send, r->decode, m->descriptor, err));
+    TD_TRY(td_prefill_seq_init(&r->seq, &w->sched, r->req.n_tokens, r->req.id));
+    for (int g = 0; g < TD_KV_N_GROUPS; g++) /* numbers follow when there are pages */
+        src[g] = (struct td_tx_pages){0, r->seq.n_blocks, r->seq.pages[g]};
+    st = td_tx_begin(tx_of(w), r->decode, m->target->generation, m->target->lowest_live_generation, src, dst, r->req.id,
+                     r, &r->send);
+    if (st == TD_E_STALE) td_err_set(err, st, "generation %" PRIu64 " has ended", m->target->generation);
+    if (st == TD_E_INVALID) td_err_set(err, st, "target: a page number is not in the decode worker's pool");
+out:
+    return st;
+}
+
+struct td_prefill_run *td_prefill_worker_on_run(struct td_prefill_worker *w, void *call, uint64_t deadline_ns,
+                                                const Tandem__V1__RunRequest *m)
+{
+    struct td_err err = {0};
+    struct td_prefill_run *r = td_calloc(1, sizeof *r);
+    if (r == NULL) {
+        w->ports.finish(w->ports.self, call, TD_E_NO_MEMORY, NULL);
+        return NULL;
+    }
+    r->w = w;
+    r->call = call;
+    r->arrived_ns = r->entered_ns = now(w);
+    r->deadline.fire = on_deadline;
+    td_list_push_back(&w->runs, &r->link);
+    w->n_runs++;
+    enum td_status st = begin(w, r, m, &err);
+    if (st != TD_OK) {
+        TD_INFO("run_refused", "req=%s status=%s %s", r->req.id, td_status_name(st), err.text);
+        answer(r, st, err.text[0] != 0 ? err.text : NULL);
+        run_free(r);
+        return NULL;
+    }
+    r->state = RUN_WAITING;
+    w->n_waiting++;
+    td_metric_add(TD_M_prompt_tokens, r->req.n_tokens);
+    r->deadline_ns = deadline_ns;
+    if (r->req.timeout_us > 0 && r->req.timeout_us < (TD_NEVER_NS - r->arrived_ns) / 1000) {
+        uint64_t own = r->arrived_ns + r->req.timeout_us * 1000;
+        if (own < r->deadline_ns) r->deadline_ns = own;
+    }
+    if (r->deadline_ns != TD_NEVER_NS)
+        w->ports.env->timer_start(w->ports.env, &r->deadline,
+                                  r->deadline_ns > r->arrived_ns ? r->deadline_ns - r->arrived_ns : 0);
+    TD_DEBUG("run", "req=%s tokens=%u decode=%016" PRIx64 " generation=%" PRIu64, r->req.id, r->req.n_tokens, r->decode,
+             m->target->generation);
+    advance(w);
+    /* Its own turn may have failed at once: then it answered, and is gone or about to be. */
+    TD_LIST_FOREACH (it, &w->runs)
+        if (it == &r->link) return r->call != NULL ? r : NULL;
+    return NULL;
+}
+
+void td_prefill_worker_on_gone(struct td_prefill_worker *w, struct td_prefill_run *r, enum td_status why)
+{
+    r->call = NULL;
+    step(r, why == TD_E_DEADLINE ? EV_DEADLINE : EV_GONE, why == TD_OK ? TD_E_CANCELED : why, "the client has left");
+    advance(w);
+}
+
+/* ---- the worker ----------------------------------------------------------------------------------------------------
+ */
+
+enum td_status td_prefill_worker_create(const struct td_prefill_worker_options *o, struct td_kv_pages *kv,
+                                        struct td_prefill_send *send, const struct td_prefill_ports *ports,
+                                        struct td_prefill_worker **out)
+{
+    struct td_prefill_worker *w = td_calloc(1, sizeof *w);
+    if (w == NULL) return TD_E_NO_MEMORY;
+    w->o = *o;
+    w->ports = *ports;
+    w->send = send;
+    w->sched.window_tokens = o->model->window;
+    w->sched.chunk_tokens = o->chunk_tokens;
+    w->sched.pages = kv;
+    memcpy(w->sched.kv, o->kv, sizeof w->sched.kv);
+    td_list_init(&w->runs);
+    *out = w;
+    return TD_OK;
+}
+
+void td_prefill_worker_destroy(struct td_prefill_worker *w)
+{
+    if (w == NULL) return;
+    TD_LIST_FOREACH_SAFE (it, &w->runs) run_free(TD_LIST_ENTRY(it, struct td_prefill_run, link));
+    free(w);
+}
+
+void td_prefill_worker_drain(struct td_prefill_worker *w)
+{
+    w->is_draining = true;
+    if (w->n_runs == 0) w->ports.drained(w->ports.self);
+}
+
+void td_prefill_worker_end_all(struct td_prefill_worker *w, enum td_status st, const char *text)
+{
+    bool was = w->is_advancing;
+    w->is_advancing = true; /* nothing new begins meanwhile */
+    TD_LIST_FOREACH_SAFE (it, &w->runs) step(TD_LIST_ENTRY(it, struct td_prefill_run, link), EV_FAILED, st, text);
+    w->is_advancing = was;
+    advance(w);
+}
+
+uint32_t td_prefill_worker_n_runs(const struct td_prefill_worker *w) { return w->n_runs; }
+
+void td_prefill_worker_load(const struct td_prefill_worker *w, Tandem__V1__Load *out)
+{
+    out->n_running = w->n_runs - w->n_waiting;
+    out->n_waiting = w->n_waiting;
+    out->free_sliding_pages = td_kv_pages_n_free(w->sched.pages, TD_KV_SLIDING);
+    out->free_full_pages = td_kv_pages_n_free(w->sched.pages, TD_KV_FULL);
+    out->is_draining = w->is_draining;
+}
+
+void td_prefill_worker_describe(const struct td_prefill_worker *w, struct td_buf *out)
+{
+    td_buf_printf(out, "{\"is_draining\":%s,\"n_waiting\":%u,\"requests\":[", w->is_draining ? "true" : "false",
+                  w->n_waiting);
+    uint64_t t = now(w);
+    const char *comma = "";
+    TD_LIST_FOREACH (it, &w->runs) {
+        const struct td_prefill_run *r = TD_LIST_ENTRY(it, struct td_prefill_run, link);
+        td_buf_printf(out, "%s{\"request\":", comma);
+        td_json_quote_str(out, r->req.id);
+        td_buf_printf(out,
+                      ",\"state\":\"%s\",\"age_ms\":%" PRIu64 ",\"state_age_ms\":%" PRIu64
+                      ",\"tokens\":%u,\"tokens_done\":%u,\"decode\":\"%016" PRIx64
+                      "\",\"in_engine\":%s,\"is_sending\":%s,\"is_stalled\":%s,\"deadline_in_ms\":",
+                      state_names[r->state], (uint64_t)((t - r->arrived_ns) / TD_NS_PER_MS),
+                      (uint64_t)((t - r->entered_ns) / TD_NS_PER_MS), r->seq.n_tokens, r->seq.n_done, r->decode,
+                      r->has_batch ? "true" : "false", r->send != NULL ? "true" : "false",
+                      r->is_stalled ? "true" : "false");
+        if (r->deadline_ns == TD_NEVER_NS)
+            td_buf_str(out, "null}");
+        else
+            td_buf_printf(out, "%" PRIu64 "}",
+                          (uint64_t)(r->deadline_ns > t ? (r->deadline_ns - t) / TD_NS_PER_MS : 0));
+        comma = ",";
+    }
+    td_buf_str(out, "]}");
+}
