@@ -1,6 +1,6 @@
 /* Layout, little-endian: u32 magic, u16 version, u16 zero, body, u64 checksum over everything before it.
  *   address  u64 incarnation, 16 bytes boot id, u64 pid namespace, u64 start time, u32 pid, blob worker address
- *   key      u64 base, u64 n_bytes, u8 kind, blob rkey */
+ *   key      u64 base, u64 n_bytes, u64 secret, u8 kind, blob rkey */
 #include "common/transfer/card_int.h"
 
 #include <string.h>
@@ -47,6 +47,7 @@ void td_card_pack_key(const struct td_card_key *k, struct td_buf *out)
     begin(out, MAGIC_KEY);
     td_buf_u64(out, k->base);
     td_buf_u64(out, k->n_bytes);
+    td_buf_u64(out, k->secret);
     td_buf_u8(out, (uint8_t)k->kind);
     td_buf_blob(out, k->rkey, k->n_rkey);
     end(out);
@@ -96,6 +97,7 @@ enum td_status td_card_read_key(const void *p, size_t n, struct td_card_key *out
     if (st != TD_OK) return st;
     struct td_card_key k = {.base = td_read_u64(&r)};
     k.n_bytes = td_read_u64(&r);
+    k.secret = td_read_u64(&r);
     unsigned kind = td_read_u8(&r);
     k.rkey = td_read_blob(&r, &k.n_rkey);
     if (r.failed || r.n != 0 || k.n_rkey == 0)

@@ -21,6 +21,7 @@ enum td_pool_kind { TD_POOL_SYSV = 1, TD_POOL_POSIX, TD_POOL_HEAP, TD_POOL_DEVIC
 
 struct td_card_key {
     uint64_t base, n_bytes;
+    uint64_t secret; /* who shows it may have bytes written here (ucx_emulate.c) */
     enum td_pool_kind kind;
     const uint8_t *rkey; /* view into the card */
     uint32_t n_rkey;

@@ -304,8 +304,11 @@ static void memory_peer_close(struct td_xfer_peer *peer)
     td_memory_free_peer(p);
 }
 
-static const char *memory_peer_transport(struct td_xfer_peer *p) { return memory_peer_of(p)->has_put ? "memory" : "?"; }
-static bool memory_peer_is_one_sided(struct td_xfer_peer *p) { return memory_peer_of(p)->has_put; }
+static const char *memory_peer_transport(struct td_xfer_peer *p)
+{
+    return memory_peer_of(p)->n_pools != 0 ? "memory" : "?";
+}
+static bool memory_peer_is_one_sided(struct td_xfer_peer *p) { return memory_peer_of(p)->n_pools != 0; }
 
 const struct td_xfer_ops td_xfer_memory = {
     .name = "memory",

@@ -53,7 +53,7 @@ struct memory_peer {
     struct td_list ops; /* in the order posted */
     uint64_t n_landing; /* puts that were done here and have not landed there */
     struct td_timer notice;
-    bool is_lost, has_put;
+    bool is_lost;
     bool is_notice_held; /* came due while we were paused */
 };
 

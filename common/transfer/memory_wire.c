@@ -98,7 +98,6 @@ static void put_is_due(struct memory_op *op)
 {
     struct memory_node *to = td_memory_find(op->peer->target);
     enum td_status st = TD_OK;
-    op->peer->has_put = true;
     if (to != NULL && !to->is_dead) {
         for (unsigned i = 0; i < op->n_segs && st == TD_OK; i++) {
             if (send_segment(op, i, to, true))

@@ -199,8 +199,7 @@ static enum td_status set_up(struct ucx *x, struct td_err *err)
     if (epoll_ctl(x->epoll_fd, EPOLL_CTL_ADD, x->wake_fd, &wake_event) != 0 ||
         epoll_ctl(x->epoll_fd, EPOLL_CTL_ADD, x->ucx_fd, &ucx_event) != 0)
         return td_err_set(err, TD_E_IO, "epoll: %s", strerror(errno));
-    st = td_ucx_message_listen(x, err);
-    if (st != TD_OK) return st;
+    if ((st = td_ucx_message_listen(x, err)) != TD_OK || (st = td_ucx_emulate_listen(x, err)) != TD_OK) return st;
 
     ucp_address_t *address;
     size_t n_address;
@@ -275,7 +274,7 @@ static void *run(void *arg)
     if (st == TD_OK) work(x);
     if (x->worker != NULL) ucp_worker_destroy(x->worker);
     td_ucx_wire_abandon(x);
-    TD_LIST_FOREACH (it, &x->pools) td_ucx_pool_unmap(TD_LIST_ENTRY(it, struct ucx_pool, link));
+    TD_LIST_FOREACH_SAFE (it, &x->mapped) td_ucx_pool_unmap(TD_LIST_ENTRY(it, struct ucx_pool, map_link));
     if (x->context != NULL) ucp_cleanup(x->context);
     hand_over(x, false);
     return NULL;
@@ -374,7 +373,8 @@ static enum td_status ucx_open(struct td_loop *loop, const struct td_xfer_option
     x->incarnation = o->incarnation;
     x->keepalive_ms = o->keepalive_ms == 0 ? KEEPALIVE_MS_DEFAULT : o->keepalive_ms;
     x->wake_fd = x->epoll_fd = -1;
-    struct td_list *const lists[] = {&x->inbox, &x->free_ops, &x->peers, &x->pools, &x->commands, &x->live, &x->out};
+    struct td_list *const lists[] = {&x->inbox,    &x->free_ops, &x->peers, &x->pools,
+                                     &x->commands, &x->live,     &x->out,   &x->mapped};
     for (size_t i = 0; i < TD_COUNT(lists); i++) td_list_init(lists[i]);
     pthread_mutex_init(&x->lock, NULL);
     if (o->tls != NULL && o->tls[0] != 0 && (x->tls = td_strdup(o->tls)) == NULL) goto no_memory;

@@ -25,7 +25,10 @@
 /* What a queued message may cost while the loop (received) or the peer (sent) is behind: beyond it, received ones are
  * dropped and counted, sent ones refused with BUSY. */
 #define UCX_BACKLOG_MAX_BYTES (64u << 20)
-#define UCX_AM_ID             7u /* our one active-message handler; the message's own id is in its header */
+/* Our active messages as UCX numbers them; a message's own id is in its header. */
+#define UCX_AM_MESSAGE 7u
+#define UCX_AM_CHUNK   8u
+#define UCX_AM_ACK     9u
 
 enum ucx_kind {
     UCX_PUT,
@@ -43,12 +46,22 @@ struct ucx_item {
     enum ucx_kind kind;
 };
 
-/* Header of our active messages, as it lies on the wire (x86-64 and aarch64 alike: little-endian). */
+/* Headers of our active messages, as they lie on the wire (x86-64 and aarch64 alike: little-endian, no padding). */
 struct ucx_header {
     uint32_t magic;
     uint8_t id, version;
     uint16_t zero;
     uint64_t incarnation;
+};
+struct ucx_chunk_header { /* write this into that pool */
+    uint32_t magic, version;
+    uint64_t secret, offset; /* of the pool; in it */
+    uint64_t ticket;         /* comes back in the acknowledgement */
+};
+struct ucx_ack_header {
+    uint32_t magic, version;
+    uint64_t ticket;
+    uint64_t is_refused; /* no such pool, or outside of it */
 };
 #define UCX_HEADER_MAGIC   0x4d414454u /* "TDAM" */
 #define UCX_HEADER_VERSION 1u
@@ -59,9 +72,11 @@ struct ucx_op {
     struct td_xfer_req *req; /* NULL: a message */
     struct td_xfer_seg *segs;
     unsigned n_segs, cap_segs, pool;
-    unsigned n_left; /* completions still to come, one for the posting itself */
+    unsigned n_left;    /* completions still to come, one for the posting itself */
+    uint64_t ticket;    /* of an emulated put */
+    uint64_t n_unacked; /* its chunks that the peer has not confirmed */
+    bool is_waiting;    /* a flush, for emulated puts before it */
     enum td_status status;
-    bool is_first_put_done; /* event: the peer's path is known from here on */
     struct ucx_header header;
     void *data;
     size_t n;
@@ -86,24 +101,24 @@ struct ucx_call {
 struct ucx_pool {
     uint32_t magic;
     struct ucx *x;
-    struct td_list link;
+    struct td_list link;     /* x->pools; loop thread */
+    struct td_list map_link; /* x->mapped; transfer thread */
     void *base;
     size_t n_bytes;
     enum td_pool_kind kind;
+    uint64_t secret;
     ucp_mem_h memh;
     struct td_buf key;
 };
 
 struct ucx_remote {
-    uint64_t base, n_bytes;
+    uint64_t base, n_bytes, secret;
     enum td_pool_kind kind;
     ucp_rkey_h rkey;
-};
-
-/* How puts travel, found out once the first one is done. */
-struct ucx_path {
+    /* How puts go there; constant after open. */
     char transport[32];
     bool is_one_sided;
+    bool is_emulated; /* by us (ucx_emulate.c) */
 };
 
 struct ucx_peer {
@@ -118,7 +133,6 @@ struct ucx_peer {
     size_t send_bytes;       /* of those, in messages */
     bool is_lost, is_closed; /* the loss has arrived here; the owner has let go */
     bool is_loss_told;       /* on_lost ran */
-    bool is_path_known;
     struct ucx_op close_op;
     /* transfer thread */
     struct td_list live_link; /* x->live */
@@ -133,10 +147,8 @@ struct ucx_peer {
     bool is_unflushed;  /* messages were sent since the last flush */
     bool is_draining;   /* the flush before the close is under way */
     bool is_finished;   /* UCX_LOST or UCX_CLOSE was sent as an event */
-    bool has_put;
     uint64_t drain_until_ns;
     struct ucx_item lost;
-    struct ucx_path path; /* written before the op with is_first_put_done is handed over */
 };
 
 /* Events for the loop. Outlives the ucx object while its mail is posted. */
@@ -179,7 +191,9 @@ struct ucx {
     int epoll_fd, ucx_fd;
     struct td_list live;    /* peers with an endpoint, or whose end has not been told */
     struct td_list out;     /* events of this round */
+    struct td_list mapped;  /* pools */
     bool has_shared_memory; /* the context has sysv or posix */
+    uint64_t last_ticket;
     _Atomic uint64_t n_bad_messages, n_dropped_messages;
 };
 
@@ -239,8 +253,15 @@ void td_ucx_wire_close_all(struct ucx *x);
 void td_ucx_wire_died(struct ucx_peer *p, const char *how);
 void td_ucx_wire_abandon(struct ucx *x); /* the worker is gone: everything left ends with CANCELED */
 
+void td_ucx_wire_step(struct ucx_op *op, ucs_status_t s); /* one of the op's completions has come */
+void td_ucx_wire_settle(struct ucx_op *op);               /* its last acknowledgement has come, or none will */
+
+/* ucx_emulate.c: transfer thread */
+void td_ucx_emulate_put(struct ucx_op *op);
+enum td_status td_ucx_emulate_listen(struct ucx *x, struct td_err *err);
+
 /* ucx_path.c: transfer thread */
-void td_ucx_wire_path(struct ucx_peer *p, unsigned pool, struct ucx_path *out);
+void td_ucx_find_path(struct ucx_peer *p, struct ucx_remote *r);
 bool td_ucx_has_shared_memory(ucp_context_h c);
 
 /* ucx_message.c */

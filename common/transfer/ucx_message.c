@@ -47,7 +47,7 @@ enum td_status td_ucx_message_listen(struct ucx *x, struct td_err *err)
     ucp_am_handler_param_t p = {
         .field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG |
                       UCP_AM_HANDLER_PARAM_FIELD_FLAGS,
-        .id = UCX_AM_ID,
+        .id = UCX_AM_MESSAGE,
         .cb = on_message,
         .arg = x,
         .flags = UCP_AM_FLAG_WHOLE_MSG,

@@ -1,6 +1,6 @@
-/* Which way puts to a peer go, for operators and tests. UCX has no call that says so in every version, but it prints an
- * endpoint's lanes ("lane[0]:  3:sysv/memory.0 md[3] -> ... am am_bw#0"), the key card says what the memory there is,
- * and ucp_rkey_ptr says whether it is mapped here. */
+/* Which way puts into a peer's pool go, decided when the peer is opened. UCX has no call that says so in every version,
+ * but it prints an endpoint's lanes ("lane[0]:  3:sysv/memory.0 md[3] -> ... am am_bw#0"), the key card says what the
+ * memory there is, and ucp_rkey_ptr says whether it is mapped here. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -60,14 +60,13 @@ static const char *find(const struct lanes *l, const char *prefix)
     return NULL;
 }
 
-void td_ucx_wire_path(struct ucx_peer *p, unsigned pool, struct ucx_path *out)
+void td_ucx_find_path(struct ucx_peer *p, struct ucx_remote *r)
 {
     /* Networks whose adapters write the memory themselves. */
     static const char *const adapters[] = {"rc", "dc", "gga", "srd", "ugni"};
     struct lanes l;
     read_lanes(p->ep, &l);
-    const struct ucx_remote *r = &p->pools[pool];
-    const char *direct = NULL, *emulated = "?";
+    const char *direct = NULL, *other = l.n != 0 ? l.lane[0].transport : "?";
     void *here;
     switch (r->kind) {
     case TD_POOL_SYSV:
@@ -80,11 +79,12 @@ void td_ucx_wire_path(struct ucx_peer *p, unsigned pool, struct ucx_path *out)
     }
     for (size_t i = 0; direct == NULL && i < TD_COUNT(adapters); i++) direct = find(&l, adapters[i]);
     for (unsigned i = 0; i < l.n; i++)
-        if (l.lane[i].is_am || i == 0) emulated = l.lane[i].transport;
-    snprintf(out->transport, sizeof out->transport, "%s", direct != NULL ? direct : emulated);
-    out->is_one_sided = direct != NULL;
+        if (l.lane[i].is_am) other = l.lane[i].transport;
+    snprintf(r->transport, sizeof r->transport, "%s", direct != NULL ? direct : other);
+    r->is_one_sided = direct != NULL;
+    r->is_emulated = direct == NULL && r->kind != TD_POOL_DEVICE; /* only UCX can copy into a device */
     TD_INFO("xfer_path", "peer=%016llx transport=%s one_sided=%s lanes=%u", (unsigned long long)p->incarnation,
-            out->transport, out->is_one_sided ? "yes" : "no", l.n);
+            r->transport, r->is_one_sided ? "yes" : "no", l.n);
 }
 
 bool td_ucx_has_shared_memory(ucp_context_h c)
@@ -95,7 +95,8 @@ bool td_ucx_has_shared_memory(ucp_context_h c)
     if (f == NULL) return false;
     ucp_context_print_info(c, f);
     fclose(f);
-    bool has = text != NULL && (strstr(text, "sysv") != NULL || strstr(text, "posix") != NULL);
+    /* "resource 0  :  md 0  dev 0  flags -- sysv/memory": what is in use, not merely built in */
+    bool has = text != NULL && (strstr(text, " sysv/") != NULL || strstr(text, " posix/") != NULL);
     free(text);
     return has;
 }

@@ -49,7 +49,8 @@ static struct ucx_op *take_op(struct ucx_peer *p, enum ucx_kind kind, struct td_
     op->req = req;
     op->n_segs = 0;
     op->status = TD_OK;
-    op->is_first_put_done = false;
+    op->is_waiting = false;
+    op->n_unacked = 0;
     return op;
 }
 
@@ -175,7 +176,6 @@ static void op_is_back(struct ucx *x, struct ucx_op *op)
     enum td_status st = op->status;
     p->n_open--;
     if (op->item.kind == UCX_SEND) p->send_bytes -= op->n;
-    if (op->is_first_put_done) p->is_path_known = true;
     put_op_back(x, op);
     if (req != NULL) {
         req->status = st;
@@ -263,7 +263,8 @@ enum td_status td_ucx_peer_open(struct td_xfer *xfer, uint64_t incarnation, cons
     p->incarnation = incarnation;
     p->n_pools = n_pools;
     for (unsigned i = 0; i < n_pools; i++)
-        p->pools[i] = (struct ucx_remote){.base = keys[i].base, .n_bytes = keys[i].n_bytes, .kind = keys[i].kind};
+        p->pools[i] = (struct ucx_remote){
+            .base = keys[i].base, .n_bytes = keys[i].n_bytes, .secret = keys[i].secret, .kind = keys[i].kind};
     p->pidfd = pidfd;
     td_list_push_back(&x->peers, &p->link);
     struct open_call c = {.call.run = open_call, .p = p, .address = &a, .keys = keys, .err = err};
@@ -286,11 +287,13 @@ void td_ucx_peer_close(struct td_xfer_peer *peer)
 const char *td_ucx_peer_transport(struct td_xfer_peer *peer)
 {
     struct ucx_peer *p = peer_of(peer);
-    return p->is_path_known ? p->path.transport : "?";
+    return p->n_pools != 0 ? p->pools[0].transport : "?";
 }
 
 bool td_ucx_peer_is_one_sided(struct td_xfer_peer *peer)
 {
     struct ucx_peer *p = peer_of(peer);
-    return p->is_path_known && p->path.is_one_sided;
+    for (unsigned i = 0; i < p->n_pools; i++)
+        if (!p->pools[i].is_one_sided) return false;
+    return p->n_pools != 0;
 }

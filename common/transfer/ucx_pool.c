@@ -9,6 +9,7 @@
 
 #include "common/base/log.h"
 #include "common/base/mem.h"
+#include "common/base/rng.h"
 #include "common/transfer/ucx_int.h"
 
 struct pool_call {
@@ -99,9 +100,15 @@ static void create_call(struct ucx_call *call)
         c->status = td_ucx_err(c->err, s, "packing a pool's key");
         return;
     }
-    struct td_card_key k = {(uint64_t)(uintptr_t)p->base, p->n_bytes, p->kind, rkey, (uint32_t)n_rkey};
+    struct td_card_key k = {.base = (uint64_t)(uintptr_t)p->base,
+                            .n_bytes = p->n_bytes,
+                            .secret = p->secret,
+                            .kind = p->kind,
+                            .rkey = rkey,
+                            .n_rkey = (uint32_t)n_rkey};
     td_card_pack_key(&k, &p->key);
     ucp_rkey_buffer_release(rkey);
+    td_list_push_back(&p->x->mapped, &p->map_link);
     c->status = p->key.failed ? td_err_set(c->err, TD_E_NO_MEMORY, "%s: out of memory", what) : TD_OK;
 }
 
@@ -109,6 +116,7 @@ void td_ucx_pool_unmap(struct ucx_pool *p)
 {
     if (p->memh != NULL) ucp_mem_unmap(p->x->context, p->memh);
     p->memh = NULL;
+    td_list_remove(&p->map_link);
 }
 
 static void destroy_call(struct ucx_call *call) { td_ucx_pool_unmap(TD_CONTAINER_OF(call, struct pool_call, call)->p); }
@@ -138,7 +146,9 @@ static enum td_status create(struct ucx *x, void *base, size_t n_bytes, struct t
     p->x = x;
     p->base = base;
     p->n_bytes = n_bytes;
+    p->secret = td_rng_system();
     td_list_push_back(&x->pools, &p->link);
+    td_list_init(&p->map_link);
     struct pool_call c = {.call.run = create_call, .p = p, .is_given = base != NULL, .err = err};
     td_ucx_call(x, &c.call);
     if (c.status != TD_OK) {

@@ -15,30 +15,46 @@
 
 #define DRAIN_MS 200u
 
+/* Flushes wait for the emulated puts before them; this one was the last such put, maybe. */
+static void let_flushes_go(struct ucx_peer *p)
+{
+    TD_LIST_FOREACH_SAFE (it, &p->ops) {
+        struct ucx_op *op = TD_LIST_ENTRY(it, struct ucx_op, item.link);
+        if (op->item.kind == UCX_PUT && p->pools[op->pool].is_emulated) return;
+        if (!op->is_waiting) continue;
+        op->is_waiting = false;
+        td_ucx_wire_step(op, UCS_OK);
+    }
+}
+
 static void finish(struct ucx_op *op)
 {
     struct ucx_peer *p = op->peer;
     td_list_remove(&op->item.link);
-    if (op->item.kind == UCX_PUT && op->status == TD_OK && op->n_segs != 0 && !p->has_put && !p->is_cutting) {
-        p->has_put = true;
-        td_ucx_wire_path(p, op->pool, &p->path);
-        op->is_first_put_done = true;
-    }
     td_ucx_event(p->x, &op->item);
+    if (op->item.kind == UCX_PUT && p->pools[op->pool].is_emulated) let_flushes_go(p);
 }
 
-static void op_step(struct ucx_op *op, ucs_status_t s)
+static enum td_status why_ended(const struct ucx_peer *p, ucs_status_t s)
 {
-    struct ucx_peer *p = op->peer;
-    if (s != UCS_OK && op->status == TD_OK)
-        op->status = p->is_failed ? TD_E_PEER_LOST : p->is_closing ? TD_E_CANCELED : td_ucx_status(s);
-    if (--op->n_left == 0) finish(op);
+    return p->is_failed ? TD_E_PEER_LOST : p->is_closing ? TD_E_CANCELED : td_ucx_status(s);
+}
+
+void td_ucx_wire_step(struct ucx_op *op, ucs_status_t s)
+{
+    if (s != UCS_OK && op->status == TD_OK) op->status = why_ended(op->peer, s);
+    if (--op->n_left == 0 && op->n_unacked == 0) finish(op);
+}
+
+void td_ucx_wire_settle(struct ucx_op *op)
+{
+    if (op->n_left == 0 && op->n_unacked == 0) finish(op);
 }
 
 static void on_complete(void *request, ucs_status_t s, void *user)
 {
     ucp_request_free(request);
-    op_step(user, s);
+    td_ucx_wire_step(user, s);
 }
 
 /* What a ucp_*_nbx call returned: done, refused, or under way (then on_complete follows). */
@@ -50,7 +66,7 @@ static bool follow(struct ucx_op *op, ucs_status_ptr_t r)
         return true;
     }
     op->n_left++;
-    op_step(op, UCS_PTR_STATUS(r));
+    td_ucx_wire_step(op, UCS_PTR_STATUS(r));
     return false;
 }
 
@@ -62,6 +78,15 @@ static void post_put(struct ucx_op *op, const ucp_request_param_t *param)
         if (s->n_bytes == 0) continue;
         if (!follow(op, ucp_put_nbx(op->peer->ep, s->src, s->n_bytes, r->base + s->dst_offset, r->rkey, param))) break;
     }
+}
+
+static bool has_emulated_put(const struct ucx_peer *p)
+{
+    TD_LIST_FOREACH (it, &p->ops) {
+        const struct ucx_op *op = TD_LIST_ENTRY(it, struct ucx_op, item.link);
+        if (op->item.kind == UCX_PUT && p->pools[op->pool].is_emulated) return true;
+    }
+    return false;
 }
 
 void td_ucx_wire_post(struct ucx_op *op)
@@ -82,17 +107,28 @@ void td_ucx_wire_post(struct ucx_op *op)
                                  .cb.send = on_complete,
                                  .user_data = op};
     switch (op->item.kind) {
-    case UCX_PUT: post_put(op, &param); break;
-    case UCX_FLUSH: follow(op, ucp_ep_flush_nbx(p->ep, &param)); break;
+    case UCX_PUT:
+        if (p->pools[op->pool].is_emulated)
+            td_ucx_emulate_put(op);
+        else
+            post_put(op, &param);
+        break;
+    case UCX_FLUSH:
+        if (has_emulated_put(p)) {
+            op->is_waiting = true;
+            op->n_left++;
+        }
+        follow(op, ucp_ep_flush_nbx(p->ep, &param));
+        break;
     case UCX_SEND:
         param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
         param.flags = UCP_AM_SEND_FLAG_EAGER; /* the receiver never fetches from a sender that may be gone by then */
         p->is_unflushed = true;
-        follow(op, ucp_am_send_nbx(p->ep, UCX_AM_ID, &op->header, sizeof op->header, op->data, op->n, &param));
+        follow(op, ucp_am_send_nbx(p->ep, UCX_AM_MESSAGE, &op->header, sizeof op->header, op->data, op->n, &param));
         break;
     default: TD_CHECK(false);
     }
-    op_step(op, UCS_OK);
+    td_ucx_wire_step(op, UCS_OK);
 }
 
 /* --- opening -------------------------------------------------------------------------------------------------------
@@ -143,6 +179,7 @@ enum td_status td_ucx_wire_open(struct ucx_peer *p, const struct td_card_address
             p->pools[i].rkey = NULL;
             return td_ucx_err(err, s, "unpacking a pool's key");
         }
+        td_ucx_find_path(p, &p->pools[i]);
     }
     if (p->pidfd >= 0) {
         struct epoll_event e = {.events = EPOLLIN, .data.ptr = p};
@@ -201,6 +238,21 @@ static void cut(struct ucx_peer *p)
     if (r == NULL || UCS_PTR_IS_ERR(r)) p->is_cut = true;
 }
 
+/* No acknowledgement will come any more. */
+static void give_up_acks(struct ucx_peer *p)
+{
+    TD_LIST_FOREACH (it, &p->ops) { /* ending a put may end flushes behind it: start over each time */
+        struct ucx_op *op = TD_LIST_ENTRY(it, struct ucx_op, item.link);
+        if (op->n_unacked == 0) continue;
+        op->n_unacked = 0;
+        if (op->status == TD_OK) op->status = why_ended(p, UCS_ERR_CANCELED);
+        if (op->n_left != 0) continue;
+        td_ucx_wire_settle(op);
+        give_up_acks(p);
+        return;
+    }
+}
+
 static void tell(struct ucx_peer *p)
 {
     if (!p->is_finished) {
@@ -229,6 +281,7 @@ static bool step(struct ucx_peer *p, uint64_t now_ns)
         if (p->is_draining && !p->is_failed && now_ns < p->drain_until_ns) return true;
         cut(p);
     }
+    if (p->is_cut) give_up_acks(p);
     if (!p->is_cut || p->is_draining || !td_list_is_empty(&p->ops)) return true;
     if (!p->is_finished || p->is_closing) tell(p);
     return false;

@@ -117,10 +117,12 @@ struct td_xfer_ops {
     enum td_status (*flush)(struct td_xfer_peer *p, struct td_xfer_req *req);
     /* data is copied; loss shows in on_lost */
     enum td_status (*send)(struct td_xfer_peer *p, uint8_t id, const void *data, size_t n);
-    /* Name of the transport that puts to this peer use ("posix", "sysv", "tcp", "cuda_ipc", "memory"); "?" until the
-     * first put is done. */
+    /* Name of the transport that puts to this peer's first pool use ("posix", "sysv", "tcp", "cuda_ipc", "memory"); "?"
+     * without pools. */
     const char *(*peer_transport)(struct td_xfer_peer *p);
-    bool (*peer_is_one_sided)(struct td_xfer_peer *p); /* false: emulated in software there, or not known yet */
+    /* Puts into all of its pools need nothing of its processor. false: emulated in software there; done is as late as
+     * flush. */
+    bool (*peer_is_one_sided)(struct td_xfer_peer *p);
     void (*stats)(const struct td_xfer *x, struct td_xfer_stats *out);
 };
 extern const struct td_xfer_ops td_xfer_ucx, td_xfer_memory;

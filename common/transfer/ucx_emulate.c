@@ -1,0 +1,193 @@
+/* Puts where nothing can store directly: plain memory, or another machine without an RDMA network. UCX would emulate
+ * them too, but its receiver (1.13 to 1.22) aborts the process when it cannot acknowledge to a sender that has died,
+ * and it writes wherever it is told. So: sender    splits each segment into chunks, an active message each: "into the
+ * pool with this secret, at this offset" receiver  checks secret and bounds, copies, acknowledges with the chunk's
+ * ticket sender    the put is done when UCX has let go of the source and every chunk is acknowledged; a flush waits for
+ * the puts before it The receiver keeps no state; an acknowledgement that fits no put is dropped. */
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "common/base/log.h"
+#include "common/base/mem.h"
+#include "common/transfer/ucx_int.h"
+
+#define CHUNK_BYTES   (256u << 10)
+#define CHUNK_MAGIC   0x4b434454u /* "TDCK" */
+#define ACK_MAGIC     0x414b4454u /* "TDKA" */
+#define CHUNK_VERSION 1u
+
+/* --- sender --------------------------------------------------------------------------------------------------------
+ */
+
+struct chunk {
+    struct ucx_op *op;
+    struct ucx_chunk_header header; /* UCX reads it until the send completes */
+};
+
+static void chunk_is_sent(struct chunk *c, ucs_status_t s)
+{
+    struct ucx_op *op = c->op;
+    if (s != UCS_OK && op->n_unacked != 0) op->n_unacked--; /* never left: nobody will acknowledge it */
+    free(c);
+    td_ucx_wire_step(op, s);
+}
+
+static void on_chunk_sent(void *request, ucs_status_t s, void *user)
+{
+    ucp_request_free(request);
+    chunk_is_sent(user, s);
+}
+
+static bool send_chunk(struct ucx_op *op, const uint8_t *src, uint64_t offset, size_t n)
+{
+    struct ucx_peer *p = op->peer;
+    struct chunk *c = td_calloc(1, sizeof *c);
+    if (c == NULL) {
+        op->status = TD_E_NO_MEMORY;
+        return false;
+    }
+    c->op = op;
+    c->header = (struct ucx_chunk_header){.magic = CHUNK_MAGIC,
+                                          .version = CHUNK_VERSION,
+                                          .secret = p->pools[op->pool].secret,
+                                          .offset = offset,
+                                          .ticket = op->ticket};
+    ucp_request_param_t param = {.op_attr_mask =
+                                     UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
+                                 .cb.send = on_chunk_sent,
+                                 .user_data = c,
+                                 .flags = UCP_AM_SEND_FLAG_EAGER | UCP_AM_SEND_FLAG_REPLY};
+    op->n_left++;
+    op->n_unacked++;
+    ucs_status_ptr_t r = ucp_am_send_nbx(p->ep, UCX_AM_CHUNK, &c->header, sizeof c->header, src, n, &param);
+    if (r == NULL || UCS_PTR_IS_ERR(r)) chunk_is_sent(c, UCS_PTR_STATUS(r));
+    return op->status == TD_OK;
+}
+
+/* The caller holds one of n_left. */
+void td_ucx_emulate_put(struct ucx_op *op)
+{
+    op->ticket = ++op->peer->x->last_ticket;
+    for (unsigned i = 0; i < op->n_segs; i++) {
+        const uint8_t *src = op->segs[i].src;
+        for (uint64_t at = 0; at < op->segs[i].n_bytes; at += CHUNK_BYTES) {
+            uint64_t n = op->segs[i].n_bytes - at;
+            if (!send_chunk(op, src + at, op->segs[i].dst_offset + at, n < CHUNK_BYTES ? n : CHUNK_BYTES)) return;
+        }
+    }
+}
+
+static struct ucx_op *find_put(struct ucx *x, uint64_t ticket)
+{
+    TD_LIST_FOREACH (it, &x->live) {
+        struct ucx_peer *p = TD_LIST_ENTRY(it, struct ucx_peer, live_link);
+        TD_LIST_FOREACH (o, &p->ops) {
+            struct ucx_op *op = TD_LIST_ENTRY(o, struct ucx_op, item.link);
+            if (op->item.kind == UCX_PUT && op->n_unacked != 0 && op->ticket == ticket) return op;
+        }
+    }
+    return NULL;
+}
+
+static ucs_status_t on_ack(void *arg, const void *header, size_t n_header, void *data, size_t n,
+                           const ucp_am_recv_param_t *param)
+{
+    (void)data, (void)n, (void)param;
+    struct ucx *x = arg;
+    struct ucx_ack_header h = {0};
+    if (n_header == sizeof h) memcpy(&h, header, sizeof h);
+    if (h.magic != ACK_MAGIC || h.version != CHUNK_VERSION) {
+        atomic_fetch_add_explicit(&x->n_bad_messages, 1, memory_order_relaxed);
+        return UCS_OK;
+    }
+    struct ucx_op *op = find_put(x, h.ticket);
+    if (op == NULL) return UCS_OK; /* of a put that ended meanwhile */
+    if (h.is_refused != 0 && op->status == TD_OK) op->status = TD_E_MISMATCH;
+    op->n_unacked--;
+    td_ucx_wire_settle(op);
+    return UCS_OK;
+}
+
+/* --- receiver ------------------------------------------------------------------------------------------------------
+ */
+
+static bool write_into_pool(struct ucx *x, const struct ucx_chunk_header *h, const void *data, size_t n)
+{
+    TD_LIST_FOREACH (it, &x->mapped) {
+        struct ucx_pool *p = TD_LIST_ENTRY(it, struct ucx_pool, map_link);
+        if (p->secret != h->secret || p->kind == TD_POOL_DEVICE) continue;
+        if (h->offset > p->n_bytes || n > p->n_bytes - h->offset) return false;
+        if (n != 0) memcpy((uint8_t *)p->base + h->offset, data, n);
+        return true;
+    }
+    return false;
+}
+
+static void on_ack_sent(void *request, ucs_status_t s, void *user)
+{
+    (void)s; /* to the dead: that shows elsewhere */
+    ucp_request_free(request);
+    free(user);
+}
+
+static void acknowledge(struct ucx *x, ucp_ep_h to, uint64_t ticket, bool is_written)
+{
+    struct ucx_ack_header *h = td_calloc(1, sizeof *h);
+    if (h == NULL) { /* that put never ends at its sender; deadlines are for this */
+        atomic_fetch_add_explicit(&x->n_dropped_messages, 1, memory_order_relaxed);
+        return;
+    }
+    *h = (struct ucx_ack_header){
+        .magic = ACK_MAGIC, .version = CHUNK_VERSION, .ticket = ticket, .is_refused = is_written ? 0 : 1};
+    ucp_request_param_t param = {.op_attr_mask =
+                                     UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
+                                 .cb.send = on_ack_sent,
+                                 .user_data = h,
+                                 .flags = UCP_AM_SEND_FLAG_EAGER};
+    ucs_status_ptr_t r = ucp_am_send_nbx(to, UCX_AM_ACK, h, sizeof *h, NULL, 0, &param);
+    if (r == NULL || UCS_PTR_IS_ERR(r)) free(h);
+}
+
+static void drop(struct ucx *x, const char *why, size_t n)
+{
+    atomic_fetch_add_explicit(&x->n_bad_messages, 1, memory_order_relaxed);
+    TD_WARN("xfer_chunk_dropped", "why=\"%s\" bytes=%zu", why, n);
+}
+
+static ucs_status_t on_chunk(void *arg, const void *header, size_t n_header, void *data, size_t n,
+                             const ucp_am_recv_param_t *param)
+{
+    struct ucx *x = arg;
+    struct ucx_chunk_header h = {0};
+    if (n_header == sizeof h) memcpy(&h, header, sizeof h);
+    if (h.magic != CHUNK_MAGIC || h.version != CHUNK_VERSION || n > CHUNK_BYTES ||
+        (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0 ||
+        (param->recv_attr & UCP_AM_RECV_ATTR_FIELD_REPLY_EP) == 0) {
+        drop(x, "not from Tandem, or another version", n);
+        return UCS_OK;
+    }
+    bool is_written = write_into_pool(x, &h, data, n);
+    if (!is_written) drop(x, "no such pool, or outside of it", n);
+    acknowledge(x, param->reply_ep, h.ticket, is_written);
+    return UCS_OK;
+}
+
+enum td_status td_ucx_emulate_listen(struct ucx *x, struct td_err *err)
+{
+    ucp_am_handler_param_t p = {
+        .field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG |
+                      UCP_AM_HANDLER_PARAM_FIELD_FLAGS,
+        .id = UCX_AM_CHUNK,
+        .cb = on_chunk,
+        .arg = x,
+        .flags = UCP_AM_FLAG_WHOLE_MSG,
+    };
+    ucs_status_t s = ucp_worker_set_am_recv_handler(x->worker, &p);
+    if (s == UCS_OK) {
+        p.id = UCX_AM_ACK;
+        p.cb = on_ack;
+        s = ucp_worker_set_am_recv_handler(x->worker, &p);
+    }
+    return s == UCS_OK ? TD_OK : td_ucx_err(err, s, "listening for chunks");
+}
