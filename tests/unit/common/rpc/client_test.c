@@ -151,16 +151,21 @@ static void closing_a_channel_cancels_its_calls_and_no_others(void **state)
     assert_int_equal(b.st, TD_OK);
 }
 
+/* A call may still be given to the dying connection; then it says so, and the next one finds the new server. */
 static void client_finds_a_server_that_came_back(void **state)
 {
     struct rpc_pair *p = *state;
     p->next_finishes = true;
     for (unsigned life = 0; life < 3; life++) {
         struct rpc_end e;
-        rpc_pair_call(p, RPC_PAIR_UNARY, TD_NEVER_NS, true, &e);
-        rpc_pair_send(e.call, 1, "", 0);
-        RPC_PAIR_UNTIL(p, e.n_closed == 1);
-        assert_int_equal(e.st, TD_OK);
+        unsigned n_tries = 0;
+        do {
+            rpc_pair_call(p, RPC_PAIR_UNARY, TD_NEVER_NS, true, &e);
+            rpc_pair_send(e.call, 1, "", 0);
+            RPC_PAIR_UNTIL(p, e.n_closed == 1);
+            assert_true(e.st == TD_OK || e.st == TD_E_PEER_LOST);
+            assert_true(++n_tries <= 3);
+        } while (e.st != TD_OK);
         RPC_PAIR_UNTIL(p, p->n_served_closed == p->n_served);
         rpc_pair_destroy_server(p);
         rpc_pair_serve(p);
