@@ -13,8 +13,7 @@
 #define SHUTDOWN_GRACE_MS 2000u /* for what is queued on router streams */
 #define HUNG_GRACE_MS     500u
 
-/* --- the end -------------------------------------------------------------------------------------------------------
- */
+/* --- the end ----------------------------------------------------------------------------------------------- */
 
 static void on_rpc_shut(void *user)
 {
@@ -85,8 +84,7 @@ void td_decode_daemon_on_signal(int signum, unsigned nth, void *user)
     td_decode_daemon_stop(d);
 }
 
-/* --- the worker's ports ---------------------------------------------------------------------------------------------
- */
+/* --- the worker's ports ------------------------------------------------------------------------------------ */
 
 static enum td_status submit(void *self, struct td_batch *b)
 {
@@ -168,8 +166,7 @@ void td_decode_daemon_on_step(struct td_engine *e, struct td_batch *b, enum td_s
     td_decode_worker_on_step(((struct td_decode_daemon *)user)->worker, st);
 }
 
-/* --- the watchdog --------------------------------------------------------------------------------------------------
- */
+/* --- the watchdog ------------------------------------------------------------------------------------------ */
 
 /* A step that does not end means a device that never will: this process can only say so and go. */
 static void on_watchdog(struct td_timer *t)
@@ -196,8 +193,7 @@ void td_decode_daemon_watch(struct td_decode_daemon *d)
     env->timer_start(env, &d->watchdog_timer, (ms < 1000 ? ms : 1000) * TD_NS_PER_MS);
 }
 
-/* --- for others ----------------------------------------------------------------------------------------------------
- */
+/* --- for others -------------------------------------------------------------------------------------------- */
 
 static const char *const phase_names[] = {"starting", "serving", "draining", "stopping"};
 

@@ -14,8 +14,7 @@
 #include "common/engine/kv_split.h"
 #include "decode/daemon.h"
 
-/* --- steps of the start --------------------------------------------------------------------------------------------
- */
+/* --- steps of the start ------------------------------------------------------------------------------------ */
 
 static enum td_status check_config(const struct td_config *c, struct td_err *err)
 {
@@ -230,8 +229,7 @@ static enum td_status tell_address(struct td_decode_daemon *d, struct td_err *er
                                  err);
 }
 
-/* --- the daemon ----------------------------------------------------------------------------------------------------
- */
+/* --- the daemon -------------------------------------------------------------------------------------------- */
 
 static void tear_down(struct td_decode_daemon *d)
 {

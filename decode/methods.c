@@ -8,8 +8,7 @@
 #define MAX_COMMAND_BYTES (4u << 20) /* token ids of the longest context (2^20) */
 #define MAX_SMALL_BYTES   4096u
 
-/* --- Decode.Generate -----------------------------------------------------------------------------------------------
- */
+/* --- Decode.Generate --------------------------------------------------------------------------------------- */
 
 struct router_call {
     struct td_decode_daemon *d;
@@ -59,8 +58,7 @@ static void open_generate(struct td_rpc_call *c, void *service)
     td_rpc_call_accept(c, &handlers, r);
 }
 
-/* --- Worker.Drain, Worker.Status -----------------------------------------------------------------------------------
- */
+/* --- Worker.Drain, Worker.Status --------------------------------------------------------------------------- */
 
 static void on_unary_closed(struct td_rpc_call *c, enum td_status st, const char *text)
 {

@@ -74,8 +74,7 @@ static struct peer *find(const struct td_decode_recv *rv, uint64_t incarnation)
     return NULL;
 }
 
-/* --- introductions -------------------------------------------------------------------------------------------------
- */
+/* --- introductions ----------------------------------------------------------------------------------------- */
 
 static bool make_room(struct td_decode_recv *rv)
 {
@@ -149,8 +148,7 @@ enum td_status td_decode_recv_check(const struct td_decode_recv *rv, uint64_t pr
     return TD_OK;
 }
 
-/* --- messages ------------------------------------------------------------------------------------------------------
- */
+/* --- messages ---------------------------------------------------------------------------------------------- */
 
 enum td_status td_decode_recv_send(struct td_decode_recv *rv, uint64_t prefill, uint8_t id, const void *data, size_t n)
 {

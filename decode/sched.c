@@ -48,8 +48,7 @@ bool td_decode_sched_has_stalled(const struct td_decode_sched *s) { return s->ha
 uint32_t td_decode_sched_n_queued(const struct td_decode_sched *s) { return s->n_queued; }
 uint32_t td_decode_sched_n_running(const struct td_decode_sched *s) { return s->n_running; }
 
-/* --- room ----------------------------------------------------------------------------------------------------------
- */
+/* --- room -------------------------------------------------------------------------------------------------- */
 
 void td_decode_sched_need(const struct td_decode_sched *s, uint32_t n_tokens, bool is_local,
                           uint32_t need[TD_KV_N_GROUPS])
@@ -79,8 +78,7 @@ enum td_status td_decode_sched_room(const struct td_decode_sched *s, uint32_t n_
     return TD_OK;
 }
 
-/* --- sequences -----------------------------------------------------------------------------------------------------
- */
+/* --- sequences --------------------------------------------------------------------------------------------- */
 
 enum td_status td_decode_seq_init(struct td_decode_seq *q, const struct td_decode_sched *s,
                                   struct td_token_request *req, uint64_t order)
@@ -156,8 +154,7 @@ void td_decode_sched_remove(struct td_decode_sched *s, struct td_decode_seq *q)
     if (!q->is_in_flight) release(s, q);
 }
 
-/* --- planning ------------------------------------------------------------------------------------------------------
- */
+/* --- planning ---------------------------------------------------------------------------------------------- */
 
 static void fill_batch(struct td_decode_sched *s)
 {

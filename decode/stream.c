@@ -161,8 +161,7 @@ bool td_decode_stream_has_news(const struct td_decode_stream *s)
     return s->n_tokens > 0 || s->n_reserved > 0 || s->n_finished > 0;
 }
 
-/* --- the message ---------------------------------------------------------------------------------------------------
- */
+/* --- the message ------------------------------------------------------------------------------------------- */
 
 static bool put_tokens(struct td_decode_stream *s, Tandem__V1__DecodeEvents *ev)
 {

@@ -50,8 +50,7 @@ enum td_status td_decode_worker_create(const struct td_decode_worker_options *o,
                                        const struct td_decode_ports *ports, struct td_decode_worker **out);
 void td_decode_worker_destroy(struct td_decode_worker *w); /* sends nothing; no step may be in flight that still runs */
 
-/* --- events --------------------------------------------------------------------------------------------------------
- */
+/* --- events ------------------------------------------------------------------------------------------------ */
 /* A router opened a stream. call goes with every send. NULL: out of memory. */
 struct td_decode_stream *td_decode_worker_on_stream(struct td_decode_worker *w, void *call);
 void td_decode_worker_on_command(struct td_decode_worker *w, struct td_decode_stream *s,
@@ -64,8 +63,7 @@ void td_decode_worker_on_peer_message(struct td_decode_worker *w, uint64_t from,
 void td_decode_worker_on_peer_lost(struct td_decode_worker *w, uint64_t prefill);
 void td_decode_worker_on_peer_reachable(struct td_decode_worker *w, uint64_t prefill);
 
-/* --- the operator's ------------------------------------------------------------------------------------------------
- */
+/* --- the operator's ---------------------------------------------------------------------------------------- */
 /* New requests are refused; `drained` runs once the others ended and their news is on its way. */
 void td_decode_worker_drain(struct td_decode_worker *w);
 /* Ends every request as lost: its router goes on elsewhere. */
