@@ -253,28 +253,45 @@ static void take_name(const char *dir, char *out, size_t n)
     snprintf(out, n, "%.*s", (int)(end - begin < n ? end - begin : n - 1), dir + begin);
 }
 
+static enum td_status parse_config(const json_t *config, const char *file, struct td_model_config *c,
+                                   struct td_err *err)
+{
+    struct td_json_fields f = {.file = file, .prefix = "", .object = config, .err = err};
+    read_identity(&f);
+    read_shape(&f, c);
+    if (f.st == TD_OK) read_layers(&f, c);
+    if (f.st == TD_OK) read_rope(&f, c);
+    if (f.st == TD_OK) read_rest(&f, c);
+    if (f.st == TD_OK) read_eos(&f, c);
+    c->n_token_ids = c->vocab;
+    return f.st;
+}
+
+enum td_status td_model_config_parse(const char *text, size_t n, struct td_model_config *out, struct td_err *err)
+{
+    json_t *config = NULL;
+    struct td_model_config c = {0};
+    enum td_status st = td_model_json_parse(text, n, "config.json", &config, err);
+    if (st == TD_OK) st = parse_config(config, "config.json", &c, err);
+    json_decref(config);
+    if (st == TD_OK) *out = c;
+    return st;
+}
+
 enum td_status td_model_config_load(const char *dir, struct td_model_config *out, struct td_err *err)
 {
     char path[4096];
     struct td_model_config c = {0};
     json_t *config = NULL, *generation = NULL;
     enum td_status st;
-    take_name(dir, c.name, sizeof c.name);
     if (snprintf(path, sizeof path, "%s/generation_config.json", dir) >= (int)sizeof path)
         return td_err_set(err, TD_E_BAD_FILE, "%s: path too long", dir);
     snprintf(path, sizeof path, "%s/config.json", dir);
     st = td_model_json_load(path, MAX_CONFIG_BYTES, &config, err);
     if (st == TD_E_NOT_FOUND) st = td_err_set(err, TD_E_BAD_FILE, "%s: no such file", path);
     if (st != TD_OK) goto out;
-
-    struct td_json_fields f = {.file = path, .prefix = "", .object = config, .err = err};
-    read_identity(&f);
-    read_shape(&f, &c);
-    if (f.st == TD_OK) read_layers(&f, &c);
-    if (f.st == TD_OK) read_rope(&f, &c);
-    if (f.st == TD_OK) read_rest(&f, &c);
-    if (f.st == TD_OK) read_eos(&f, &c);
-    TD_TRY(f.st);
+    TD_TRY(parse_config(config, path, &c, err));
+    take_name(dir, c.name, sizeof c.name);
 
     snprintf(path, sizeof path, "%s/generation_config.json", dir);
     st = td_model_json_load(path, MAX_CONFIG_BYTES, &generation, err);

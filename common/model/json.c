@@ -62,7 +62,8 @@ out:
 enum td_status td_model_json_parse(const char *text, size_t n, const char *what, json_t **out, struct td_err *err)
 {
     json_error_t e;
-    json_t *j = json_loadb(text, n, JSON_REJECT_DUPLICATES, &e);
+    /* NUL in a string is legal JSON, and tokenizers may hold it. */
+    json_t *j = json_loadb(text, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &e);
     if (j == NULL) return td_err_set(err, TD_E_BAD_FILE, "%s: line %d, column %d: %s", what, e.line, e.column, e.text);
     if (!json_is_object(j)) {
         json_decref(j);

@@ -33,6 +33,8 @@ struct td_model_config {
 /* config.json, generation_config.json and tokenizer.json of dir; every field checked, errors name file and field. */
 enum td_status td_model_config_load(const char *dir, struct td_model_config *out, struct td_err *err);
 
+/* The text of a config.json alone; ids that name tokens: all. */
+enum td_status td_model_config_parse(const char *text, size_t n, struct td_model_config *out, struct td_err *err);
 /* YaRN frequencies [head_dim / 2] and the factor that multiplies cos and sin. */
 void td_model_rope(const struct td_model_config *c, float *freqs_out, float *factor_out);
 
