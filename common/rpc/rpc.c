@@ -122,12 +122,16 @@ static struct rpc_tag *take_inbox(struct td_rpc *r)
 
 static void run_tags(struct rpc_tag *t)
 {
+    if (t == NULL) return;
+    struct td_rpc *r = t->rpc;
+    r->is_delivering = true;
     while (t != NULL) {
         struct rpc_tag *next = t->next;
-        t->rpc->n_in_flight--;
+        r->n_in_flight--;
         t->done(t, t->ok);
         t = next;
     }
+    r->is_delivering = false;
 }
 
 /* A wake that is still posted when its td_rpc ends, kept until the loop delivers it (or drops it with itself). */
@@ -252,7 +256,8 @@ void td_rpc_destroy(struct td_rpc *r)
 {
     if (r == NULL) return;
     TD_MAGIC_CHECK(r, RPC_MAGIC);
-    TD_CHECK(r->shutdown_done == NULL || r->server_state == RPC_SHUTTING_DOWN); /* else its mail is still under way */
+    TD_CHECK(!r->is_delivering);           /* not from inside a callback: the rest of the inbox is still to run */
+    TD_CHECK(!r->is_shutdown_mail_posted); /* its done is still under way */
     r->is_destroying = true;
     TD_LIST_FOREACH (it, &r->calls) {
         struct td_rpc_call *c = TD_LIST_ENTRY(it, struct td_rpc_call, link);

@@ -64,7 +64,7 @@ struct td_rpc {
     uint32_t magic;
     struct td_loop *loop;
     struct td_rpc_options opt; /* zeros replaced by defaults */
-    bool is_destroying;
+    bool is_destroying, is_delivering;
 
     grpc_completion_queue *cq;
     pthread_t pollers[RPC_N_POLLERS];
@@ -93,7 +93,8 @@ struct td_rpc {
     enum { RPC_NO_SERVER, RPC_SERVING, RPC_SHUTTING_DOWN, RPC_SHUT } server_state;
     void (*shutdown_done)(void *user);
     void *shutdown_user;
-    struct td_mail shutdown_mail;
+    struct td_mail shutdown_mail; /* only where there is nothing to wait for */
+    bool is_shutdown_mail_posted;
 
     /* health.c */
     bool is_serving;

@@ -189,12 +189,18 @@ enum td_status td_rpc_serve(struct td_rpc *r, const char *address, const struct 
 uint16_t td_rpc_port(const struct td_rpc *r) { return r->port; }
 
 /* --- shutdown ---------------------------------------------------------------------------------------------- */
-static void tell_shutdown(struct td_mail *m)
+static void tell_shutdown(struct td_rpc *r)
 {
-    struct td_rpc *r = TD_CONTAINER_OF(m, struct td_rpc, shutdown_mail);
     void (*done)(void *) = r->shutdown_done;
     r->shutdown_done = NULL;
     if (done != NULL) done(r->shutdown_user);
+}
+
+static void on_shutdown_mail(struct td_mail *m)
+{
+    struct td_rpc *r = TD_CONTAINER_OF(m, struct td_rpc, shutdown_mail);
+    r->is_shutdown_mail_posted = false;
+    tell_shutdown(r);
 }
 
 /* Core is done with the server, and our last call object is gone too. */
@@ -202,7 +208,7 @@ static void check_shut(struct td_rpc *r)
 {
     if (r->server_state != RPC_SHUT || r->n_server_calls > 0) return;
     td_loop_env(r->loop)->timer_stop(td_loop_env(r->loop), &r->grace);
-    if (r->shutdown_done != NULL) tell_shutdown(&r->shutdown_mail);
+    tell_shutdown(r);
 }
 
 void rpc_server_call_gone(struct td_rpc *r)
@@ -256,14 +262,16 @@ static void start_grace(struct td_rpc *r, uint32_t grace_ms)
 
 void td_rpc_shutdown(struct td_rpc *r, uint32_t grace_ms, void (*done)(void *user), void *user)
 {
-    if (r->shutdown_done != NULL) { /* again, e.g. a second SIGTERM: at most makes it faster */
+    if (r->shutdown_done != NULL ||
+        r->is_shutdown_mail_posted) { /* again, e.g. a second SIGTERM: at most makes it faster */
         if (r->server_state == RPC_SHUTTING_DOWN && r->grace.is_armed) start_grace(r, grace_ms);
         return;
     }
     r->shutdown_done = done;
     r->shutdown_user = user;
-    r->shutdown_mail.deliver = tell_shutdown;
     if (r->server_state != RPC_SERVING) { /* nothing runs: but done never runs inside this call */
+        r->shutdown_mail.deliver = on_shutdown_mail;
+        r->is_shutdown_mail_posted = true;
         td_loop_post(r->loop, &r->shutdown_mail);
         return;
     }

@@ -141,10 +141,12 @@ static void call_can_be_refused_without_accepting_it(void **state)
 static void unknown_method_is_named(void **state)
 {
     struct rpc_pair *p = *state;
+    uint64_t errors = td_metric_count(TD_M_rpc_errors);
     struct rpc_end e;
     rpc_pair_call(p, "/tandem.test.Echo/Nothing", TD_NEVER_NS, false, &e);
     rpc_pair_send(e.call, 1, "", 0);
-    RPC_PAIR_UNTIL(p, e.n_closed == 1);
+    RPC_PAIR_UNTIL(p, e.n_closed == 1 && td_metric_value(TD_M_rpc_calls_open) == 0);
+    assert_int_equal(td_metric_count(TD_M_rpc_errors), errors + 1);
     assert_int_equal(e.st, TD_E_UNIMPLEMENTED);
     assert_non_null(strstr(e.text, "/tandem.test.Echo/Nothing"));
     assert_int_equal(p->n_served, 0);
