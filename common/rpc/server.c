@@ -262,8 +262,8 @@ static void start_grace(struct td_rpc *r, uint32_t grace_ms)
 
 void td_rpc_shutdown(struct td_rpc *r, uint32_t grace_ms, void (*done)(void *user), void *user)
 {
-    if (r->shutdown_done != NULL ||
-        r->is_shutdown_mail_posted) { /* again, e.g. a second SIGTERM: at most makes it faster */
+    if (r->shutdown_done != NULL || r->server_state == RPC_SHUTTING_DOWN || r->is_shutdown_mail_posted) {
+        /* Again, e.g. a second SIGTERM: at most makes it faster. */
         if (r->server_state == RPC_SHUTTING_DOWN && r->grace.is_armed) start_grace(r, grace_ms);
         return;
     }
