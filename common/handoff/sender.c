@@ -401,9 +401,15 @@ static void finish(struct td_tx_send *s, enum td_status st)
     TD_DEBUG("handoff_tx_ended", "req=%s generation=%" PRIu64 " outcome=%s status=%s bytes=%" PRIu64, s->holder,
              s->generation, outcome_names[s->outcome], td_status_name(st), s->bytes_done);
     td_refused_add(&s->peer->refused, s->generation); /* a generation is used once */
-    td_metric_add(st == TD_OK ? TD_M_handoffs_completed : TD_M_handoffs_failed, 1);
+    bool is_complete = s->outcome == OUT_COMPLETE && st == TD_OK;
+    if (is_complete) {
+        td_metric_add(TD_M_handoffs_completed, 1);
+        td_metric_observe(TD_M_handoff_seconds, (double)(now(tx) - s->finish_ns) / (double)TD_NS_PER_S);
+        td_metric_info("handoff_transport", "transport", tx->ports.xfer->peer_transport(s->path->xp));
+    } else if (st != TD_OK) { /* OK: the first token ended the request, no KV was wanted */
+        td_metric_add(TD_M_handoffs_failed, 1);
+    }
     td_metric_add(TD_M_handoff_bytes, s->bytes_done);
-    if (st == TD_OK) td_metric_observe(TD_M_handoff_seconds, (double)(now(tx) - s->finish_ns) / (double)TD_NS_PER_S);
     td_list_remove(&s->link);
     path_drop(tx, s->path);
     tx->ports.ended(tx->ports.self, s, st, s->bytes_done);
@@ -776,15 +782,18 @@ void td_tx_describe(const struct td_tx *tx, struct td_buf *out)
     const char *comma = "";
     TD_LIST_FOREACH (it, &tx->peers) {
         const struct peer *p = TD_LIST_ENTRY(it, struct peer, link);
+        const struct path *path = tx->is_detached ? NULL : p->path;
         td_buf_printf(out,
                       "%s{\"incarnation\":\"%016" PRIx64
-                      "\",\"path\":\"%s\",\"transport\":\"%s\",\"refused_below\":%" PRIu64 ",\"refused_singly\":%u}",
+                      "\",\"path\":\"%s\",\"transport\":\"%s\",\"one_sided\":%s,\"refused_below\":%" PRIu64
+                      ",\"refused_singly\":%u}",
                       comma, p->incarnation,
-                      p->path == NULL      ? "lost"
-                      : p->path->has_pools ? "open"
-                                           : "messages only",
-                      p->path != NULL && !tx->is_detached ? tx->ports.xfer->peer_transport(p->path->xp) : "?",
-                      p->refused.floor, p->refused.n);
+                      path == NULL      ? "lost"
+                      : path->has_pools ? "open"
+                                        : "messages only",
+                      path == NULL ? "?" : tx->ports.xfer->peer_transport(path->xp),
+                      path != NULL && tx->ports.xfer->peer_is_one_sided(path->xp) ? "true" : "false", p->refused.floor,
+                      p->refused.n);
         comma = ",";
     }
     td_buf_str(out, "],\"sends\":[");

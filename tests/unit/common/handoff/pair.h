@@ -222,6 +222,11 @@ static const char *fake_transport(struct td_xfer_peer *p)
     (void)p;
     return "fake";
 }
+static inline bool fake_is_one_sided(struct td_xfer_peer *p)
+{
+    (void)p;
+    return true;
+}
 static const struct td_xfer_ops fake_xfer = {
     .name = "fake",
     .put = fake_put,
@@ -230,6 +235,7 @@ static const struct td_xfer_ops fake_xfer = {
     .peer_open = fake_peer_open,
     .peer_close = fake_peer_close,
     .peer_transport = fake_transport,
+    .peer_is_one_sided = fake_is_one_sided,
 };
 
 /* Lets one posted operation happen. Puts may happen in any order; a flush only when no put before it is left. */
