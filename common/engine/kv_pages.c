@@ -170,8 +170,7 @@ uint32_t td_kv_pages_refs(const struct td_kv_pages *kv, enum td_kv_group g, uint
 uint32_t td_kv_pages_n_free(const struct td_kv_pages *kv, enum td_kv_group g) { return group_of(kv, g)->n_free; }
 uint32_t td_kv_pages_n_total(const struct td_kv_pages *kv, enum td_kv_group g) { return group_of(kv, g)->n_pages; }
 
-/* --- for people ----------------------------------------------------------------------------------------------------
- */
+/* --- for people -------------------------------------------------------------------------------------------- */
 
 struct held {
     const char *holder;

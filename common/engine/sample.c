@@ -51,8 +51,7 @@ static float tame(double x)
     return (float)x;
 }
 
-/* --- log-probabilities ---------------------------------------------------------------------------------------------
- */
+/* --- log-probabilities ------------------------------------------------------------------------------------- */
 
 static float logprob_of(float logit, double log_sum)
 {
@@ -92,8 +91,7 @@ static void top_logprobs(const float *logits, uint32_t n_vocab, double log_sum, 
     for (uint32_t i = 0; i < n; i++) seg->top[i].logprob = logprob_of(best[i], log_sum);
 }
 
-/* --- what can be drawn, and how likely -----------------------------------------------------------------------------
- */
+/* --- what can be drawn, and how likely --------------------------------------------------------------------- */
 
 static bool mask_allows(const struct td_segment *seg, uint32_t id)
 {

@@ -73,8 +73,7 @@ struct world {
     uint32_t free_at_start[TD_KV_N_GROUPS];
 };
 
-/* --- clock ---------------------------------------------------------------------------------------------------------
- */
+/* --- clock ------------------------------------------------------------------------------------------------- */
 static uint64_t w_now(struct td_env *env) { return TD_CONTAINER_OF(env, struct world, env)->now_ns; }
 static void w_timer_stop(struct td_env *env, struct td_timer *t)
 {
@@ -113,8 +112,7 @@ static void advance_ms(struct world *w, uint64_t ms)
     w->now_ns = until;
 }
 
-/* --- the engine ----------------------------------------------------------------------------------------------------
- */
+/* --- the engine -------------------------------------------------------------------------------------------- */
 
 /* What follows a history: never a stop id, unless the token 62 came, whose successor is one. */
 static uint32_t next_token(const uint32_t *history, uint32_t n)
@@ -185,8 +183,7 @@ static void run(struct world *w)
     }
 }
 
-/* --- routers -------------------------------------------------------------------------------------------------------
- */
+/* --- routers ----------------------------------------------------------------------------------------------- */
 static enum td_status w_send(void *self, void *call, const Tandem__V1__DecodeEvents *ev)
 {
     struct router *r = call;
@@ -319,8 +316,7 @@ static void first_was_last(struct world *w, unsigned r, uint64_t id)
     command(w, r, TANDEM__V1__DECODE_COMMAND__COMMAND_FIRST, &m);
 }
 
-/* --- prefill workers ------------------------------------------------------------------------------------------------
- */
+/* --- prefill workers --------------------------------------------------------------------------------------- */
 static enum td_status w_send_peer(void *self, uint64_t prefill, uint8_t id, const void *data, size_t n)
 {
     struct world *w = self;
@@ -367,8 +363,7 @@ static void complete_from(struct world *w, uint64_t prefill, struct told *t)
 }
 static void complete(struct world *w, struct told *t) { complete_from(w, PREFILL_ID, t); }
 
-/* --- the rest ------------------------------------------------------------------------------------------------------
- */
+/* --- the rest ---------------------------------------------------------------------------------------------- */
 static void w_introduce(void *self, const Tandem__V1__PeerDescriptor *p)
 {
     (void)self;

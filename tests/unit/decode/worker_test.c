@@ -3,8 +3,7 @@
 #include "common/base/fault.h"
 #include "common/base/rng.h"
 
-/* --- the happy path ------------------------------------------------------------------------------------------------
- */
+/* --- the happy path ---------------------------------------------------------------------------------------- */
 
 static void a_request_is_reserved_completed_and_decoded_to_its_end(void **state)
 {
@@ -168,8 +167,7 @@ static void no_more_than_max_batch_run_and_the_oldest_go_first(void **state)
     free_world(w);
 }
 
-/* --- ends before the end -------------------------------------------------------------------------------------------
- */
+/* --- ends before the end ----------------------------------------------------------------------------------- */
 
 static void the_first_token_may_have_been_the_last(void **state)
 {
@@ -273,8 +271,7 @@ static void a_lost_router_ends_its_requests_and_no_others(void **state)
     free_world(w);
 }
 
-/* --- prefill workers that fail ---------------------------------------------------------------------------------------
- */
+/* --- prefill workers that fail ----------------------------------------------------------------------------- */
 
 static void a_lost_prefill_worker_loses_its_hand_offs_and_pages_come_back_after_quarantine(void **state)
 {
@@ -334,8 +331,7 @@ static void a_prefill_worker_that_does_not_fit_is_refused_with_the_reason(void *
     free_world(w);
 }
 
-/* --- bad commands --------------------------------------------------------------------------------------------------
- */
+/* --- bad commands ------------------------------------------------------------------------------------------ */
 
 static void a_bad_request_is_refused_by_field_and_harms_no_other(void **state)
 {
@@ -390,8 +386,7 @@ static void a_router_that_breaks_the_protocol_loses_its_stream(void **state)
     free_world(w);
 }
 
-/* --- a slow router -------------------------------------------------------------------------------------------------
- */
+/* --- a slow router ----------------------------------------------------------------------------------------- */
 
 static void news_waits_for_a_busy_router_and_nothing_is_lost(void **state)
 {
@@ -442,8 +437,7 @@ static void a_router_that_never_reads_is_dropped_and_the_others_go_on(void **sta
     free_world(w);
 }
 
-/* --- pages ---------------------------------------------------------------------------------------------------------
- */
+/* --- pages ------------------------------------------------------------------------------------------------- */
 
 static void a_prompt_that_finds_no_room_is_refused_and_one_that_never_will_is_told_so(void **state)
 {
@@ -545,8 +539,7 @@ static void the_last_sequence_waits_for_pages_that_a_reservation_gives_back(void
     free_world(w);
 }
 
-/* --- the engine fails, the operator speaks -------------------------------------------------------------------------
- */
+/* --- the engine fails, the operator speaks ----------------------------------------------------------------- */
 
 static void a_failed_step_loses_its_sequences(void **state)
 {
@@ -652,8 +645,7 @@ static void the_description_is_json_with_every_request(void **state)
     free_world(w);
 }
 
-/* --- anything at any time ------------------------------------------------------------------------------------------
- */
+/* --- anything at any time ---------------------------------------------------------------------------------- */
 
 static void check_pages_add_up(const struct world *w)
 {

@@ -32,7 +32,7 @@ static void make_logits(float *x, uint32_t n, uint64_t seed)
     for (uint32_t i = 0; i < n; i++) x[i] = (float)(floor(td_rng_uniform(seed, i, 1) * 24) / 4 - 3);
 }
 
-/* --- the definition, slow and plain: probabilities of every id ---------------------------------------------------- */
+/* --- the definition, slow and plain: probabilities of every id --------------------------------------------- */
 
 struct ranked {
     double x;
