@@ -96,9 +96,6 @@ static void write_statez(void *user, struct td_buf *out)
 
 static enum td_status open_model(struct td_router *ro, struct td_err *err)
 {
-    if (ro->cfg.current_date[0] != '\0' && !td_params_is_date(ro->cfg.current_date))
-        return td_err_set(err, TD_E_BAD_CONFIG, "--current-date: \"%s\" is not of the form YYYY-MM-DD",
-                          ro->cfg.current_date);
     enum td_status st = td_tokenizer_load(ro->cfg.model, &ro->tokenizer, err);
     if (st != TD_OK) return st;
     return td_chat_format_open("auto", ro->tokenizer, &ro->format, err);

@@ -291,10 +291,13 @@ static void a_retry_that_waits_for_another_worker_does_not_block_the_queue(void 
     struct td_worker *other = add(t, PREFILL, 3);
     for (int i = 0; i < 4; i++) submit(t); /* two at each */
     struct td_request *r = t->r[0].prefill == other ? &t->r[1] : &t->r[0];
-    struct td_request *w = submit(t);
     td_request_on_worker_lost(r, r->prefill, "silent"); /* as if: it stays in the pool here */
     virtual_pass_ms(&t->v, 200);
     assert_string_equal(state_of(r), "QUEUED"); /* the other one has no room */
+    struct td_request *w = submit(t);
+    td_admit_kick(&t->admit);
+    pump(t);
+    assert_string_equal(state_of(r), "QUEUED");
     assert_string_equal(state_of(w), "RESERVING");
     assert_int_equal(w->prefill->incarnation, 2);
 }

@@ -500,8 +500,12 @@ static void held_tokens_are_dropped_when_the_first_never_comes(void **state)
     reserved(t);
     first(t);
     EXPECT_EMITTED(t, FIRST_TOKEN);
+    virtual_pass_ms(&t->v, 3);
     token(t);
     EXPECT_EMITTED(t, FIRST_TOKEN, 60);
+    Tandem__V1__Timing time;
+    td_request_timing(&t->r, &time);
+    assert_int_equal(time.handoff_us, 3000); /* of the try that worked */
 }
 
 static void a_first_token_that_is_the_last_ends_both_workers_part(void **state)
