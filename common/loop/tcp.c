@@ -16,6 +16,7 @@
 #include "common/loop/loop_int.h"
 
 #define LISTEN_BACKLOG 511
+#define RETRY_MS       50u /* after an accept for which there was no memory */
 #define MAX_VECS       8u
 
 struct td_tcp_listener {
@@ -24,6 +25,7 @@ struct td_tcp_listener {
     struct td_loop *loop;
     void (*on_accept)(struct td_tcp_listener *s, struct td_tcp *c);
     void *user;
+    struct td_timer retry;
     char address[80];
 };
 
@@ -86,7 +88,14 @@ static enum td_status split_address(const char *address, char *host, size_t n, c
 /* --- listening -----------------------------------------------------------------------------------------------------
  */
 static void listener_closed(uv_handle_t *h) { free(h->data); }
-static void listener_close(uv_handle_t *h) { uv_close(h, listener_closed); }
+static void listener_close(uv_handle_t *h)
+{
+    struct td_tcp_listener *s = h->data;
+    struct td_env *env = td_loop_env(s->loop);
+    env->timer_stop(env, &s->retry);
+    uv_close(h, listener_closed);
+}
+
 static void tcp_close(uv_handle_t *h) { td_tcp_reset(h->data, TD_E_CANCELED); }
 
 static void on_connection(uv_stream_t *server, int e)
@@ -97,10 +106,12 @@ static void on_connection(uv_stream_t *server, int e)
         return;
     }
     struct td_tcp *c = td_calloc(1, sizeof *c);
-    if (c == NULL ||
-        uv_tcp_init(td_loop_uv(s->loop), &c->handle) != 0) { /* it waits in the backlog; the next wakes us */
-        TD_WARN("accept_failed", "address=%s error=\"out of memory\"", s->address);
+    if (c == NULL || uv_tcp_init(td_loop_uv(s->loop), &c->handle) != 0) {
+        /* libuv holds the connection, and accepts no other, until it is taken. */
+        TD_WARN("accept_failed", "address=%s error=\"out of memory\" retry_ms=%u", s->address, RETRY_MS);
         free(c);
+        struct td_env *env = td_loop_env(s->loop);
+        env->timer_start(env, &s->retry, RETRY_MS * TD_NS_PER_MS);
         return;
     }
     c->owner.close = tcp_close;
@@ -118,6 +129,12 @@ static void on_connection(uv_stream_t *server, int e)
         print_address((struct sockaddr *)&sa, c->peer, sizeof c->peer);
     s->on_accept(s, c);
     TD_CHECK(c->h != NULL || c->state == CONN_CLOSING);
+}
+
+static void on_retry(struct td_timer *t)
+{
+    struct td_tcp_listener *s = TD_CONTAINER_OF(t, struct td_tcp_listener, retry);
+    on_connection((uv_stream_t *)&s->handle, 0);
 }
 
 static int bind_and_listen(struct td_tcp_listener *s, const struct sockaddr *sa)
@@ -153,6 +170,7 @@ enum td_status td_tcp_listen(struct td_loop *l, const char *address,
     s->handle.data = s;
     s->loop = l;
     s->on_accept = on_accept;
+    s->retry.fire = on_retry;
     s->user = user;
     e = bind_and_listen(s, found->ai_addr);
     freeaddrinfo(found);

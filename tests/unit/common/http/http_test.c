@@ -20,6 +20,7 @@
 #include <cmocka.h>
 
 #include "common/base/clock.h"
+#include "common/base/fault.h"
 
 static struct td_loop *loop;
 static struct td_http *http;
@@ -912,6 +913,30 @@ static void statuses_have_an_http_status(void **state)
     assert_int_equal(td_http_status_of(TD_E_UNAVAILABLE), 503);
 }
 
+/* Each allocation of a served request fails once: that client is refused or cut off, the next one is served. */
+static void no_allocation_that_fails_harms_the_server(void **state)
+{
+    (void)state;
+    static const char request[] = "POST /echo?q=1 HTTP/1.1\r\nX: y\r\nContent-Length: 4\r\n" CLOSE "body";
+    int n_hurt = 0;
+    for (uint32_t countdown = 0; countdown < 40; countdown++) {
+        char b[2048];
+        size_t n = 0;
+        ssize_t r;
+        int fd = dial();
+        td_fault_arm(TD_FAULT_ALLOC, countdown, 1);
+        say(fd, request);
+        while (n < sizeof b - 1 && (r = recv(fd, b + n, sizeof b - 1 - n, 0)) > 0) n += (size_t)r;
+        td_fault_disarm_all();
+        b[n] = 0;
+        close(fd);
+        if (status_in(b) != 200) n_hurt++;
+        if (n > 0) assert_true(status_in(b) == 200 || status_in(b) == 503);
+        assert_string_equal(body_in(ask(request)), "body");
+    }
+    assert_in_range(n_hurt, 3, 39);
+}
+
 static int free_heard(void **state)
 {
     (void)state;
@@ -948,6 +973,7 @@ int main(void)
         T(a_handler_that_waits_until_writable_never_loses_its_client),
         T(large_answers_reach_a_client_that_reads),
         T(two_hundred_clients_stream_at_once),
+        T(no_allocation_that_fails_harms_the_server),
         WITH(start_two, connections_beyond_the_limit_are_503),
         T(shutdown_lets_running_requests_end),
         T(shutdown_cuts_requests_that_outlast_the_grace_period),
