@@ -102,7 +102,7 @@ struct td_prefill_worker {
     struct td_prefill_sched sched;
     struct td_list runs;
     struct td_prefill_run *computing;
-    uint32_t n_runs, n_waiting;
+    uint32_t n_runs, n_waiting, n_batches; /* n_batches: in the engine */
     bool is_draining, is_advancing;
 };
 
@@ -214,6 +214,7 @@ static void submit_chunk(struct td_prefill_run *r)
     }
     r->is_stalled = false;
     r->has_batch = true;
+    w->n_batches++;
     r->submitted_ns = now(w);
     if (!is_last || r->send == NULL) return;
     for (uint32_t b = r->seq.sliding_first; b < r->seq.sliding_first + r->seq.n_sliding; b++)
@@ -254,7 +255,8 @@ static void advance(struct td_prefill_worker *w)
             next = r;
             break;
         }
-        if (next == NULL) break;
+        /* Behind the last chunk of one that has left it would only wait where nobody can cancel it. */
+        if (next == NULL || w->n_batches > 0) break;
         uint32_t n_waiting = w->n_waiting;
         if (now(w) >= next->deadline_ns) /* its timer is about to say so */
             step(next, EV_DEADLINE, TD_E_DEADLINE, "the deadline passed in the prefill worker");
@@ -314,6 +316,7 @@ void td_prefill_worker_on_done(struct td_prefill_worker *w, struct td_batch *b, 
     struct td_prefill_run *r = b->user;
     TD_CHECK(r->has_batch);
     r->has_batch = false;
+    w->n_batches--;
     td_metric_add(TD_M_steps, 1);
     td_metric_observe(TD_M_step_seconds, (double)(now(w) - r->submitted_ns) / (double)TD_NS_PER_S);
     if (st != TD_OK) {

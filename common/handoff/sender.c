@@ -451,8 +451,9 @@ static void flush_done(struct td_xfer_req *req, enum td_status st)
         conclude(s);
         return;
     }
-    TD_WARN("handoff_flush_failed", "req=%s generation=%" PRIu64 " status=%s", s->holder, s->generation,
-            td_status_name(st));
+    if (st != TD_E_PEER_LOST)
+        TD_WARN("handoff_flush_failed", "req=%s generation=%" PRIu64 " status=%s", s->holder, s->generation,
+                td_status_name(st));
     finish(s, s->outcome == OUT_STOPPED ? TD_E_STALE : st);
 }
 
