@@ -101,6 +101,15 @@ $(BUILD)/gen/proto/%.pb-c.o: $(BUILD)/gen/proto/%.pb-c.c | $(GEN_H)
 	$(call say,cc  ,$<)
 	$(Q)$(CC) $(CPPFLAGS) -std=c17 -O2 -w -pthread $(SANFLAGS) -c -o $@ $<
 
+# Descriptors of every service, embedded for server reflection.
+DESCRIPTORS := $(BUILD)/gen/proto/descriptors.inc
+$(DESCRIPTORS): $(PROTOS)
+	@mkdir -p $(@D)
+	$(call say,gen ,$@)
+	$(Q)protoc-c --include_imports --descriptor_set_out=$(@:.inc=.bin) $(PROTOS)
+	$(Q)od -An -v -tx1 $(@:.inc=.bin) | sed 's/ \([0-9a-f][0-9a-f]\)/0x\1,/g' > $@
+$(BUILD)/obj/common/rpc/reflection.o: $(DESCRIPTORS)
+
 $(BUILD)/obj/%.o: %.c | $(GEN_H)
 	@mkdir -p $(@D)
 	$(call say,cc  ,$<)

@@ -1,9 +1,7 @@
 /* The methods that every server has beside the daemon's own. */
 #include "common/rpc/rpc_int.h"
 #include "proto/health.pb-c.h"
-#if RPC_HAS_REFLECTION
 #include "proto/reflection.pb-c.h"
-#endif
 
 #define MAX_REQUEST_BYTES 1024u
 
@@ -15,9 +13,7 @@
 const struct td_rpc_method rpc_builtin_methods[] = {
     {"/grpc.health.v1.Health/Check", HEALTH, MAX_REQUEST_BYTES, rpc_health_check_open, false},
     {"/grpc.health.v1.Health/Watch", HEALTH, MAX_REQUEST_BYTES, rpc_health_watch_open, false},
-#if RPC_HAS_REFLECTION
     {"/" RPC_REFLECTION "/ServerReflectionInfo", REFLECTION, MAX_REQUEST_BYTES, rpc_reflection_open, true},
     {"/" RPC_REFLECTION_ALPHA "/ServerReflectionInfo", REFLECTION, MAX_REQUEST_BYTES, rpc_reflection_open, true},
-#endif
     {.path = NULL},
 };

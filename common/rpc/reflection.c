@@ -11,8 +11,6 @@
 
 #define MAX_FILES 32u
 
-#if RPC_HAS_REFLECTION
-
 static const uint8_t descriptor_set[] = {
 #include "proto/descriptors.inc" /* made by the build from proto/ */
 };
@@ -133,4 +131,3 @@ void rpc_reflection_open(struct td_rpc_call *c, void *service)
     td_rpc_call_accept(c, &h, service);
 }
 
-#endif

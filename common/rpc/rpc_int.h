@@ -24,13 +24,6 @@
 #define RPC_REFLECTION       "grpc.reflection.v1.ServerReflection"
 #define RPC_REFLECTION_ALPHA "grpc.reflection.v1alpha.ServerReflection" /* served for older tools, not listed */
 
-/* Needs the descriptor set that the build makes from proto/. */
-#if __has_include("proto/descriptors.inc")
-#define RPC_HAS_REFLECTION 1
-#else
-#define RPC_HAS_REFLECTION 0
-#endif
-
 /* An element of a grpc_arg array; core's key is not const but is not written. */
 #define RPC_INT_ARG(k, v)                                                                                              \
     {                                                                                                                  \

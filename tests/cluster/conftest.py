@@ -241,13 +241,13 @@ def golden(name):
     return next(p for p in GOLDENS["prompts"] if p["name"] == name)
 
 
-def expect_golden(ids, prompt, bound):
-    """ids equals the golden greedy continuation up to the first step whose margin is within the bound."""
-    for i, (want, margin) in enumerate(zip(prompt["greedy"], prompt["greedy_margin"])):
+def expect_golden(ids, prompt, bound, n=None):
+    """ids equals (the first n of) the golden greedy continuation up to the first step whose margin is within the bound."""
+    for i, (want, margin) in enumerate(list(zip(prompt["greedy"], prompt["greedy_margin"]))[:n]):
         if margin <= bound:
             return i
         assert i < len(ids) and ids[i] == want, f"{prompt['name']}: token {i} is {ids[i:i + 1]}, golden {want}"
-    return len(prompt["greedy"])
+    return len(prompt["greedy"][:n])
 
 
 def free_pages(worker) -> tuple:

@@ -114,14 +114,14 @@ def test_workers_may_start_before_the_router(tmp_path):
     wait_until("ready", lambda: http_get(router.http, "/readyz")[0] == 200, PATIENCE)
     client = Client(address)
     prompt = golden("counting")
-    expect_golden(client.generate(tokens=prompt["ids"], max_tokens=20).ids, prompt, 0.05)
+    expect_golden(client.generate(tokens=prompt["ids"], max_tokens=20).ids, prompt, 0.05, 20)
     client.close()
     # and the router may come back at the same address
     assert router.stop() == 0
     router = Daemon(tmp_path, "router", "router", "--rpc-address", address)
     wait_until("ready again", lambda: http_get(router.http, "/readyz")[0] == 200, PATIENCE)
     client = Client(address)
-    expect_golden(client.generate(tokens=prompt["ids"], max_tokens=20).ids, prompt, 0.05)
+    expect_golden(client.generate(tokens=prompt["ids"], max_tokens=20).ids, prompt, 0.05, 20)
     client.close()
     for d in [router, *workers]:
         assert d.stop() == 0
@@ -192,7 +192,7 @@ def test_garbage_on_every_port_harms_nobody(fleet, client):
                     except OSError:
                         pass
     prompt = golden("counting")
-    expect_golden(client.generate(tokens=prompt["ids"], max_tokens=20).ids, prompt, 0.05)
+    expect_golden(client.generate(tokens=prompt["ids"], max_tokens=20).ids, prompt, 0.05, 20)
     for d in daemons:
         assert d.process.poll() is None and http_get(d.http, "/healthz")[0] == 200
 
@@ -225,5 +225,5 @@ def test_a_restarted_worker_is_a_new_incarnation(new_fleet):
             except grpc.RpcError as e:
                 assert e.code() == grpc.StatusCode.UNAVAILABLE
                 return None
-        expect_golden(wait_until("an answer", answers, 10, 0.2), prompt, 0.05)
+        expect_golden(wait_until("an answer", answers, 10, 0.2), prompt, 0.05, 20)
     client.close()
