@@ -157,7 +157,7 @@ static void release_workers(struct td_request *r, bool made_room)
 static void drop_held(struct td_request *r)
 {
     for (uint32_t i = 0; i < r->n_held; i++)
-        if (r->held[i].logprobs != NULL) tandem__v1__position_logprobs__free_unpacked(r->held[i].logprobs, NULL);
+        if (r->want_logprobs) tandem__v1__position_logprobs__free_unpacked(r->held_logprobs[i], NULL);
     r->n_held = 0;
 }
 
@@ -309,32 +309,33 @@ static enum event emit(struct td_request *r, const uint32_t *ids, Tandem__V1__Po
     return st == TD_OK ? EV_NONE : fatal(r, st, td_status_text(st));
 }
 
+/* Everything held, in order, as one piece. */
+static enum event emit_held(struct td_request *r)
+{
+    if (r->n_held == 0) return EV_NONE;
+    enum event ev = emit(r, r->held_ids, r->want_logprobs ? r->held_logprobs : NULL, r->n_held);
+    drop_held(r);
+    return ev;
+}
+
+/* The first token, and what overtook it. */
 static enum event deliver_first(struct td_request *r)
 {
-    struct td_held_token first = r->held[0];
-    memmove(r->held, r->held + 1, --r->n_held * sizeof *r->held);
-    enum event ev = emit(r, &first.id, first.logprobs != NULL ? &first.logprobs : NULL, 1);
-    if (first.logprobs != NULL) tandem__v1__position_logprobs__free_unpacked(first.logprobs, NULL);
+    bool has_overtaken = r->n_held > 1;
+    enum event ev = emit_held(r);
     if (ev != EV_NONE) return ev;
     if (r->finish_reason != TANDEM__V1__FINISH_REASON__FINISH_NONE && !r->has_finish) { /* P said so: no KV comes */
         if (r->has_start) r->ports->decode_first(r->ports->self, r);
         r->has_start = false;
         r->has_finish = true;
-    } else if (r->n_held > 0) {
-        return EV_TOKENS;
     }
-    return r->has_finish ? EV_FINISHED : EV_NONE;
+    if (r->has_finish) return EV_FINISHED;
+    return has_overtaken ? EV_TOKENS : EV_NONE;
 }
 
-/* Whatever is held, in order. */
 static enum event deliver(struct td_request *r)
 {
-    enum event ev = EV_NONE;
-    for (uint32_t i = 0; i < r->n_held && ev == EV_NONE; i++) {
-        Tandem__V1__PositionLogprobs *l = r->held[i].logprobs;
-        ev = emit(r, &r->held[i].id, l != NULL ? &l : NULL, 1);
-    }
-    drop_held(r);
+    enum event ev = emit_held(r);
     if (ev != EV_NONE) return ev;
     return r->has_finish ? EV_FINISHED : EV_NONE;
 }
@@ -376,12 +377,13 @@ void td_request_deinit(struct td_request *r)
     if (r->ports == NULL) return;
     TD_CHECK(r->state == RQ_NEW || td_request_is_done(r));
     drop_held(r);
-    free(r->held);
+    free(r->held_ids);
+    free(r->held_logprobs);
     free(r->tokens);
     free(r->stop_ids);
     if (r->sampling != NULL) tandem__v1__sampling__free_unpacked(r->sampling, NULL);
-    r->held = NULL;
-    r->tokens = r->stop_ids = NULL;
+    r->held_logprobs = NULL;
+    r->held_ids = r->tokens = r->stop_ids = NULL;
     r->sampling = NULL;
     r->ports = NULL;
 }
@@ -442,29 +444,37 @@ static bool awaits_decode(const struct td_request *r)
            (is_prefilling(r) || r->state == RQ_HANDOFF || r->state == RQ_DOUBT || r->state == RQ_DECODING);
 }
 
+static Tandem__V1__PositionLogprobs *copy_logprobs(const Tandem__V1__PositionLogprobs *l)
+{
+    size_t n =
+        l != NULL ? tandem__v1__position_logprobs__get_packed_size(l) : 0; /* missing: an empty one in its place */
+    uint8_t *bytes = td_calloc(1, n + 1);
+    if (bytes == NULL) return NULL;
+    if (l != NULL) tandem__v1__position_logprobs__pack(l, bytes);
+    Tandem__V1__PositionLogprobs *copy = tandem__v1__position_logprobs__unpack(NULL, n, bytes);
+    free(bytes);
+    return copy;
+}
+
 /* front: ahead of everything held. logprobs are copied. */
 static bool hold(struct td_request *r, uint32_t id, const Tandem__V1__PositionLogprobs *logprobs, bool front)
 {
     if (r->n_held == r->cap_held) {
         uint32_t cap = r->cap_held < 8 ? 8 : r->cap_held * 2;
-        struct td_held_token *p = td_realloc(r->held, cap, sizeof *p);
-        if (p == NULL) return false;
-        r->held = p;
+        uint32_t *ids = td_realloc(r->held_ids, cap, sizeof *ids);
+        if (ids != NULL) r->held_ids = ids;
+        Tandem__V1__PositionLogprobs **l = td_realloc(r->held_logprobs, cap, sizeof(void *));
+        if (l != NULL) r->held_logprobs = l;
+        if (ids == NULL || l == NULL) return false;
         r->cap_held = cap;
     }
-    Tandem__V1__PositionLogprobs *copy = NULL;
-    if (r->want_logprobs && logprobs != NULL) {
-        size_t n = tandem__v1__position_logprobs__get_packed_size(logprobs);
-        uint8_t *bytes = td_calloc(1, n + 1);
-        if (bytes == NULL) return false;
-        tandem__v1__position_logprobs__pack(logprobs, bytes);
-        copy = tandem__v1__position_logprobs__unpack(NULL, n, bytes);
-        free(bytes);
-        if (copy == NULL) return false;
-    }
-    uint32_t at = front ? 0 : r->n_held;
-    memmove(r->held + at + 1, r->held + at, (r->n_held - at) * sizeof *r->held);
-    r->held[at] = (struct td_held_token){.id = id, .logprobs = copy};
+    Tandem__V1__PositionLogprobs *copy = r->want_logprobs ? copy_logprobs(logprobs) : NULL;
+    if (r->want_logprobs && copy == NULL) return false;
+    uint32_t at = front ? 0 : r->n_held, n_after = r->n_held - at;
+    memmove(r->held_ids + at + 1, r->held_ids + at, n_after * sizeof *r->held_ids);
+    memmove(r->held_logprobs + at + 1, r->held_logprobs + at, n_after * sizeof(void *));
+    r->held_ids[at] = id;
+    r->held_logprobs[at] = copy;
     r->n_held++;
     return true;
 }

@@ -52,12 +52,6 @@ struct td_router_ports {
     void (*done)(void *self, struct td_request *r, enum td_status st, const char *text);
 };
 
-/* Tokens that came before their turn. */
-struct td_held_token {
-    uint32_t id;
-    Tandem__V1__PositionLogprobs *logprobs; /* ours; may be NULL */
-};
-
 struct td_request {
     /* The order. Set by the owner between init and td_request_on_ready; pointers are taken over and freed by deinit. */
     char id[TD_ROUTER_ID_MAX + 1];
@@ -80,7 +74,8 @@ struct td_request {
     bool has_start, has_run, has_place; /* what is open at the workers; its place at prefill, until the first token */
     bool had_turn;                      /* was placed before: waits in front */
     Tandem__V1__KvTarget *target;       /* copy: a run may have to be repeated */
-    struct td_held_token *held;
+    uint32_t *held_ids; /* tokens that came before their turn; logprobs are ours, there if they were asked for */
+    Tandem__V1__PositionLogprobs **held_logprobs;
     uint32_t n_held, cap_held;
     bool has_first, has_finish;
     Tandem__V1__FinishReason finish_reason;
