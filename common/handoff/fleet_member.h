@@ -34,8 +34,8 @@ enum td_status td_fleet_member_create(struct td_rpc *rpc, struct td_env *env, co
                                       struct td_fleet_member **out);
 /* Sends the load now rather than at the next heartbeat: for changes that the router should know at once (draining). */
 void td_fleet_member_report(struct td_fleet_member *m);
-/* Leaves: the stream is cancelled, no callback runs any more. The memory goes once the stream's last callback came, which
- * td_rpc_destroy guarantees. NULL is fine. */
+/* Leaves: the stream is cancelled, no callback runs any more. The memory goes once the stream's last callback came,
+ * which td_rpc_destroy guarantees. NULL is fine. */
 void td_fleet_member_leave(struct td_fleet_member *m);
 bool td_fleet_member_is_joined(const struct td_fleet_member *m);
 void td_fleet_member_describe(const struct td_fleet_member *m, struct td_buf *json_out);
