@@ -24,15 +24,15 @@ static void on_rpc_shut(void *user)
 void td_decode_daemon_stop(struct td_decode_daemon *d)
 {
     struct td_env *env = td_loop_env(d->loop);
-    if (d->phase != TD_DECODE_STOPPING) {
-        TD_INFO("stopping", "requests=%u", td_decode_worker_n_requests(d->worker));
-        d->phase = TD_DECODE_STOPPING;
-        td_rpc_set_serving(d->rpc, false);
-        env->timer_stop(env, &d->drain_timer);
-        td_fleet_member_leave(d->member);
-        d->member = NULL;
-        td_decode_worker_close_streams(d->worker);
-    }
+    if (d->phase == TD_DECODE_STOPPING) return;
+    TD_INFO("stopping", "requests=%u", td_decode_worker_n_requests(d->worker));
+    d->phase = TD_DECODE_STOPPING;
+    td_rpc_set_serving(d->rpc, false);
+    env->timer_stop(env, &d->drain_timer);
+    env->timer_stop(env, &d->watchdog_timer);
+    td_fleet_member_leave(d->member);
+    d->member = NULL;
+    td_decode_worker_close_streams(d->worker);
     td_rpc_shutdown(d->rpc, d->is_hung ? HUNG_GRACE_MS : SHUTDOWN_GRACE_MS, on_rpc_shut, d);
 }
 
@@ -45,7 +45,7 @@ static void deliver_stop(struct td_mail *m)
 
 static void stop_soon(struct td_decode_daemon *d)
 {
-    if (d->is_stop_posted) return;
+    if (d->is_stop_posted || d->phase == TD_DECODE_STOPPING) return;
     d->is_stop_posted = true;
     d->stop_mail.deliver = deliver_stop;
     td_loop_post(d->loop, &d->stop_mail);

@@ -6,12 +6,15 @@
 #include <unistd.h>
 
 #include "common/base/check.h"
+#include "common/base/clock.h"
 #include "common/base/fault.h"
 #include "common/base/log.h"
 #include "common/base/rng.h"
 #include "common/config/address_file.h"
 #include "common/engine/kv_split.h"
 #include "decode/daemon.h"
+
+#define LAST_STEP_MS 5000 /* patience with a step in flight when everything else is over */
 
 /* --- steps of the start ------------------------------------------------------------------------------------ */
 
@@ -225,6 +228,19 @@ static enum td_status tell_address(struct td_decode_daemon *d, struct td_err *er
 
 /* --- the daemon -------------------------------------------------------------------------------------------- */
 
+/* Whether the step that may still run ends soon. Its requests are over and reported either way. */
+static bool engine_rests(const struct td_decode_daemon *d)
+{
+    for (int i = 0; td_engine_step_age_ns(d->engine) > 0; i++) {
+        if (d->is_hung || i == LAST_STEP_MS / 10) {
+            TD_WARN("exit_in_mid_step", "age_ms=%" PRIu64, td_engine_step_age_ns(d->engine) / TD_NS_PER_MS);
+            return false;
+        }
+        usleep(10000);
+    }
+    return true;
+}
+
 static void tear_down(struct td_decode_daemon *d)
 {
     td_fleet_member_leave(d->member);
@@ -266,9 +282,9 @@ int main(int argc, char **argv)
     d.phase = TD_DECODE_SERVING;
     td_rpc_set_serving(d.rpc, true);
     TD_TRY(tell_address(&d, &err));
-    TD_TRY(join_fleet(&d, &err));        /* from here on the router sends work */
-    st = td_loop_run(d.loop);            /* returns when drained */
-    if (d.is_hung) _exit(d.exit_status); /* the engine's thread can never be joined */
+    TD_TRY(join_fleet(&d, &err));                /* from here on the router sends work */
+    st = td_loop_run(d.loop);                    /* returns when drained */
+    if (!engine_rests(&d)) _exit(d.exit_status); /* its thread cannot be joined */
 out:
     if (st != TD_OK) {
         fprintf(stderr, "tandem-decode: %s\n", err.text[0] != '\0' ? err.text : td_status_text(st));
