@@ -23,7 +23,7 @@ static void neighbours_on_both_sides_melt_together(void **state)
 {
     (void)state;
     struct td_kv_group_layout src = layout(2, 20), dst = layout(2, 30);
-    static const uint8_t memory[1];
+    static const uint8_t memory[1 << 15];
     struct td_tx_geometry geo = {.src = &src, .dst = &dst, .src_base = memory};
     static const uint32_t from[] = {4, 5, 6, 9, 10, 3}, to[] = {7, 8, 9, 10, 11, 2};
     struct td_xfer_seg segs[6];
