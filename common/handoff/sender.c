@@ -15,7 +15,7 @@
  * again. STOP for a generation that is not in progress (never seen, or ended) is answered after a flush too, and
  * remembered.
  *
- * The way to a decode worker is a *path*; a new one replaces the old, which closes when its last send is over. */
+ * Receivers, the ways to them and answers to STOP are sender_peers.c. */
 #include "common/handoff/sender.h"
 
 #include <inttypes.h>
@@ -25,36 +25,12 @@
 #include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
-#include "common/handoff/handoff_int.h"
-#include "common/handoff/refused.h"
-#include "common/handoff/wire.h"
+#include "common/handoff/sender_int.h"
 #include "common/metrics/metrics.h"
 
 #define WINDOW_BYTES (64u << 20) /* in flight per send, unless told otherwise */
 #define PUT_BYTES    (16u << 20) /* one put, unless a single page is larger */
-#define MAX_PEERS    1024u       /* lives of decode workers remembered; a STOP from one more is not answered */
-#define MAX_REPLIES  4096u       /* answers to STOP waiting for their flush */
 
-#define TX_STATES(X)                                                                                                   \
-    X(OPEN)                                                                                                            \
-    X(CLOSING)                                                                                                         \
-    X(FLUSHING)
-#define TX_OUTCOMES(X)                                                                                                 \
-    X(NONE)                                                                                                            \
-    X(COMPLETE)                                                                                                        \
-    X(ABORTED)                                                                                                         \
-    X(STOPPED)                                                                                                         \
-    X(LOST) /* by rising precedence */
-enum tx_state {
-#define X(name) TX_##name,
-    TX_STATES(X)
-#undef X
-};
-enum tx_outcome {
-#define X(name) OUT_##name,
-    TX_OUTCOMES(X)
-#undef X
-};
 static const char *const state_names[] = {
 #define X(name) #name,
     TX_STATES(X)
@@ -64,21 +40,6 @@ static const char *const outcome_names[] = {
 #define X(name) #name,
     TX_OUTCOMES(X)
 #undef X
-};
-
-struct peer { /* one life of a decode worker; outlives the way to it, since it holds what was refused */
-    struct td_list link;
-    uint64_t incarnation;
-    struct path *path; /* NULL: lost, or never opened */
-    struct td_refused refused;
-};
-struct path {
-    struct td_list link; /* tx->paths */
-    struct td_xfer_peer *xp;
-    bool has_pools; /* false: opened to answer a STOP */
-    bool is_retired;
-    uint32_t n_users; /* sends and replies */
-    struct td_tx_remote_layout remote;
 };
 
 /* A range of blocks of one layer: waiting to be posted, then in flight. */
@@ -91,186 +52,9 @@ struct put {
     uint64_t n_bytes;
 };
 
-/* An answer to STOP for a generation that is not in progress. */
-struct reply {
-    struct td_xfer_req req;
-    struct td_list link;
-    struct td_tx *tx;
-    struct path *path;
-    uint64_t incarnation, generation;
-};
-
-struct td_tx_send {
-    struct td_tx *tx;
-    struct td_list link;
-    struct peer *peer;
-    struct path *path;
-    uint64_t generation;
-    void *owner;
-    enum tx_state state;
-    enum tx_outcome outcome;
-    enum td_status why; /* ABORTED */
-    bool is_touched;    /* something was posted: ending needs a flush */
-    uint32_t first_token;
-    uint32_t n_in_flight;
-    uint64_t bytes_in_flight, bytes_waiting, bytes_done;
-    uint64_t blocks_left; /* over all layers: not yet ready */
-    uint64_t begun_ns, finish_ns;
-    struct td_list waiting; /* puts not yet posted */
-    struct td_xfer_req flush;
-    struct td_timer later; /* ends and posts never happen inside the owner's call */
-    struct td_tx_pages src[TD_KV_N_GROUPS], dst[TD_KV_N_GROUPS];
-    uint32_t *src_pages[TD_KV_N_GROUPS], *dst_pages[TD_KV_N_GROUPS]; /* storage; src from dst's first block on */
-    uint32_t *ready_end[TD_KV_N_GROUPS];                             /* per layer: blocks before it are ready */
-    char holder[HOLDER_BYTES];
-    uint32_t storage[];
-};
-
-struct td_tx {
-    struct td_tx_ports ports;
-    struct td_tx_source src;
-    uint64_t incarnation;
-    struct td_list sends, peers, paths, replies, free_puts;
-    uint32_t n_peers, n_replies;
-    uint64_t window_bytes, put_bytes;
-    bool is_detached;         /* the transfer goes away: nothing is posted, flushed or told any more */
-    struct td_xfer_seg *segs; /* room for one put */
-    uint32_t n_segs_max;
-    struct td_timer reaper; /* closes paths outside of the transfer's callbacks */
-};
-
 static void advance(struct td_tx_send *s);
-static uint64_t now(const struct td_tx *tx) { return tx->ports.env->now_ns(tx->ports.env); }
-static void later(struct td_tx *tx, struct td_timer *t)
-{
-    if (!t->is_armed) tx->ports.env->timer_start(tx->ports.env, t, 0);
-}
 
-/* ---- peers and paths -------------------------------------------------------------------------------------------- */
-
-static struct peer *peer_find(const struct td_tx *tx, uint64_t incarnation)
-{
-    TD_LIST_FOREACH (it, &tx->peers) {
-        struct peer *p = TD_LIST_ENTRY(it, struct peer, link);
-        if (p->incarnation == incarnation) return p;
-    }
-    return NULL;
-}
-
-static void peer_free(struct td_tx *tx, struct peer *p)
-{
-    td_list_remove(&p->link);
-    td_refused_deinit(&p->refused);
-    free(p);
-    tx->n_peers--;
-}
-
-static bool peer_is_used(const struct td_tx *tx, const struct peer *p)
-{
-    if (p->path != NULL) return true;
-    TD_LIST_FOREACH (it, &tx->sends)
-        if (TD_LIST_ENTRY(it, struct td_tx_send, link)->peer == p) return true;
-    return false;
-}
-
-/* Makes room by forgetting the life that was lost first. NULL: no memory, or all of them are in use. */
-static struct peer *peer_make(struct td_tx *tx, uint64_t incarnation)
-{
-    if (tx->n_peers == MAX_PEERS) {
-        TD_LIST_FOREACH (it, &tx->peers) {
-            struct peer *p = TD_LIST_ENTRY(it, struct peer, link);
-            if (peer_is_used(tx, p)) continue;
-            peer_free(tx, p);
-            break;
-        }
-        if (tx->n_peers == MAX_PEERS) return NULL;
-    }
-    struct peer *p = td_calloc(1, sizeof *p);
-    if (p == NULL) return NULL;
-    p->incarnation = incarnation;
-    td_list_push_back(&tx->peers, &p->link);
-    tx->n_peers++;
-    return p;
-}
-
-static void path_retire(struct td_tx *tx, struct path *path)
-{
-    path->is_retired = true;
-    if (path->n_users == 0) later(tx, &tx->reaper);
-}
-
-static void path_drop(struct td_tx *tx, struct path *path)
-{
-    TD_CHECK(path->n_users > 0);
-    if (--path->n_users == 0 && path->is_retired) later(tx, &tx->reaper);
-}
-
-static void reap(struct td_timer *t)
-{
-    struct td_tx *tx = TD_CONTAINER_OF(t, struct td_tx, reaper);
-    TD_LIST_FOREACH_SAFE (it, &tx->paths) {
-        struct path *path = TD_LIST_ENTRY(it, struct path, link);
-        if (!path->is_retired || path->n_users > 0) continue;
-        td_list_remove(&path->link);
-        if (!tx->is_detached) tx->ports.xfer->peer_close(path->xp);
-        free(path);
-    }
-}
-
-/* NULL remote: for messages only. On failure xp stays the caller's. */
-static enum td_status path_set(struct td_tx *tx, struct peer *p, struct td_xfer_peer *xp,
-                               const struct td_tx_remote_layout *remote)
-{
-    struct path *path = td_calloc(1, sizeof *path);
-    if (path == NULL) return TD_E_NO_MEMORY;
-    path->xp = xp;
-    path->has_pools = remote != NULL;
-    if (remote != NULL) path->remote = *remote;
-    td_list_push_back(&tx->paths, &path->link);
-    if (p->path != NULL) path_retire(tx, p->path);
-    p->path = path;
-    return TD_OK;
-}
-
-enum td_status td_tx_add_peer(struct td_tx *tx, uint64_t decode, struct td_xfer_peer *xp,
-                              const struct td_tx_remote_layout *remote)
-{
-    struct peer *p = peer_find(tx, decode);
-    if (p == NULL) p = peer_make(tx, decode);
-    if (p == NULL) return TD_E_NO_MEMORY;
-    return path_set(tx, p, xp, remote);
-}
-
-static const struct path *path_of(const struct td_tx *tx, uint64_t decode)
-{
-    const struct peer *p = peer_find(tx, decode);
-    return p != NULL && p->path != NULL && p->path->has_pools ? p->path : NULL;
-}
-
-struct td_xfer_peer *td_tx_peer(const struct td_tx *tx, uint64_t decode)
-{
-    const struct path *path = path_of(tx, decode);
-    return path != NULL ? path->xp : NULL;
-}
-
-const struct td_tx_remote_layout *td_tx_peer_layout(const struct td_tx *tx, uint64_t decode)
-{
-    const struct path *path = path_of(tx, decode);
-    return path != NULL ? &path->remote : NULL;
-}
-
-static enum td_status tell(struct td_tx *tx, struct path *path, uint8_t id, const struct td_wire *m)
-{
-    struct td_buf b = {0};
-    td_wire_encode(id, m, &b);
-    enum td_status st = b.failed ? TD_E_NO_MEMORY : tx->ports.xfer->send(path->xp, id, b.data, b.n);
-    td_buf_free(&b);
-    return st;
-}
-
-/* ---- puts
- * -------------------------------------------------------------------------------------------------------------------
- */
+/* ---- puts ------------------------------------------------------------------------------------------------------- */
 
 static void put_done(struct td_xfer_req *req, enum td_status st);
 
@@ -310,7 +94,7 @@ static void close_with(struct td_tx_send *s, enum tx_outcome outcome, enum td_st
     s->why = why;
     if (s->state == TX_OPEN) s->state = TX_CLOSING;
     if (outcome != OUT_COMPLETE) drop_waiting(s);
-    later(s->tx, &s->later);
+    td_tx_later(s->tx, &s->later);
 }
 
 static uint64_t page_bytes(const struct td_tx_send *s, enum td_kv_group g)
@@ -404,14 +188,14 @@ static void finish(struct td_tx_send *s, enum td_status st)
     bool is_complete = s->outcome == OUT_COMPLETE && st == TD_OK;
     if (is_complete) {
         td_metric_add(TD_M_handoffs_completed, 1);
-        td_metric_observe(TD_M_handoff_seconds, (double)(now(tx) - s->finish_ns) / (double)TD_NS_PER_S);
+        td_metric_observe(TD_M_handoff_seconds, (double)(td_tx_now(tx) - s->finish_ns) / (double)TD_NS_PER_S);
         td_metric_info("handoff_transport", "transport", tx->ports.xfer->peer_transport(s->path->xp));
     } else if (st != TD_OK) { /* OK: the first token ended the request, no KV was wanted */
         td_metric_add(TD_M_handoffs_failed, 1);
     }
     td_metric_add(TD_M_handoff_bytes, s->bytes_done);
     td_list_remove(&s->link);
-    path_drop(tx, s->path);
+    td_tx_path_drop(tx, s->path);
     tx->ports.ended(tx->ports.self, s, st, s->bytes_done);
     free(s);
 }
@@ -427,17 +211,17 @@ static void conclude(struct td_tx_send *s)
         m.n_ranks = 1;
         m.kv_bytes[0] = s->bytes_done;
         /* Not sent: the receiver will ask to stop, so the Run must not be reported as done. */
-        st = tell(s->tx, s->path, TD_WIRE_COMPLETE, &m);
+        st = td_tx_tell(s->tx, s->path, TD_WIRE_COMPLETE, &m);
         break;
     case OUT_ABORTED:
         m.status = s->why;
         st = s->why == TD_OK ? TD_OK : s->why;
-        sent = tell(s->tx, s->path, TD_WIRE_ABORTED, &m);
+        sent = td_tx_tell(s->tx, s->path, TD_WIRE_ABORTED, &m);
         if (sent != TD_OK) TD_DEBUG("handoff_tx_untold", "req=%s status=%s", s->holder, td_status_name(sent));
         break;
     case OUT_STOPPED:
         st = TD_E_STALE;
-        (void)tell(s->tx, s->path, TD_WIRE_STOPPED, &m); /* not sent: asked again, answered again */
+        (void)td_tx_tell(s->tx, s->path, TD_WIRE_STOPPED, &m); /* not sent: asked again, answered again */
         break;
     default: st = TD_E_PEER_LOST; break;
     }
@@ -488,7 +272,7 @@ enum td_status td_tx_create(const struct td_tx_ports *ports, const struct td_tx_
     tx->incarnation = incarnation;
     tx->window_bytes = WINDOW_BYTES;
     tx->put_bytes = PUT_BYTES;
-    tx->reaper.fire = reap;
+    tx->reaper.fire = td_tx_reap;
     td_list_init(&tx->sends);
     td_list_init(&tx->peers);
     td_list_init(&tx->paths);
@@ -521,8 +305,8 @@ static bool pages_fit(const uint32_t *pages, uint32_t n, uint32_t n_pool, bool m
     return true;
 }
 
-static bool lists_fit(const struct td_tx *tx, const struct path *path, const struct td_tx_pages src[TD_KV_N_GROUPS],
-                      const struct td_tx_pages dst[TD_KV_N_GROUPS])
+static bool lists_fit(const struct td_tx *tx, const struct td_tx_path *path,
+                      const struct td_tx_pages src[TD_KV_N_GROUPS], const struct td_tx_pages dst[TD_KV_N_GROUPS])
 {
     for (int g = 0; g < TD_KV_N_GROUPS; g++) {
         uint64_t src_end = (uint64_t)src[g].first_block + src[g].n_pages;
@@ -535,7 +319,7 @@ static bool lists_fit(const struct td_tx *tx, const struct path *path, const str
 }
 
 /* The receiver knows nothing below its lowest live generation: what is under way there must not write on. */
-static void raise_floor(struct td_tx *tx, struct peer *p, uint64_t lowest_live)
+static void raise_floor(struct td_tx *tx, struct td_tx_life *p, uint64_t lowest_live)
 {
     td_refused_raise_floor(&p->refused, lowest_live);
     TD_LIST_FOREACH (it, &tx->sends) {
@@ -544,7 +328,7 @@ static void raise_floor(struct td_tx *tx, struct peer *p, uint64_t lowest_live)
     }
 }
 
-static struct td_tx_send *send_find(const struct td_tx *tx, const struct peer *p, uint64_t generation)
+static struct td_tx_send *send_find(const struct td_tx *tx, const struct td_tx_life *p, uint64_t generation)
 {
     TD_LIST_FOREACH (it, &tx->sends) {
         struct td_tx_send *s = TD_LIST_ENTRY(it, struct td_tx_send, link);
@@ -557,7 +341,7 @@ enum td_status td_tx_begin(struct td_tx *tx, uint64_t decode, uint64_t generatio
                            const struct td_tx_pages src[TD_KV_N_GROUPS], const struct td_tx_pages dst[TD_KV_N_GROUPS],
                            const char *holder, void *owner, struct td_tx_send **out)
 {
-    struct peer *p = peer_find(tx, decode);
+    struct td_tx_life *p = td_tx_peer_find(tx, decode);
     if (p == NULL || p->path == NULL || !p->path->has_pools) return TD_E_UNKNOWN_PEER;
     raise_floor(tx, p, lowest_live);
     if (td_refused_has(&p->refused, generation) || send_find(tx, p, generation) != NULL) return TD_E_STALE;
@@ -573,7 +357,7 @@ enum td_status td_tx_begin(struct td_tx *tx, uint64_t decode, uint64_t generatio
     s->generation = generation;
     s->owner = owner;
     s->later.fire = on_later;
-    s->begun_ns = now(tx);
+    s->begun_ns = td_tx_now(tx);
     holder_copy(s->holder, holder);
     td_list_init(&s->waiting);
     uint32_t *at = s->storage;
@@ -595,7 +379,7 @@ enum td_status td_tx_begin(struct td_tx *tx, uint64_t decode, uint64_t generatio
     td_list_push_back(&tx->sends, &s->link);
     td_metric_add(TD_M_handoffs, 1);
     struct td_wire m = {.to = decode, .generation = generation};
-    (void)tell(tx, s->path, TD_WIRE_BEGUN, &m); /* only informs: COMPLETE counts without it */
+    (void)td_tx_tell(tx, s->path, TD_WIRE_BEGUN, &m); /* only informs: COMPLETE counts without it */
     *out = s;
     return TD_OK;
 }
@@ -643,7 +427,7 @@ void td_tx_finish(struct td_tx *tx, struct td_tx_send *s, uint32_t first_token)
         return;
     }
     s->first_token = first_token;
-    s->finish_ns = now(tx);
+    s->finish_ns = td_tx_now(tx);
     close_with(s, OUT_COMPLETE, TD_OK);
 }
 
@@ -655,46 +439,10 @@ void td_tx_abort(struct td_tx *tx, struct td_tx_send *s, enum td_status why)
 
 /* ---- the receiver ----------------------------------------------------------------------------------------------- */
 
-static void reply_free(struct reply *r)
-{
-    td_list_remove(&r->link);
-    r->tx->n_replies--;
-    path_drop(r->tx, r->path);
-    free(r);
-}
-
-static void reply_flushed(struct td_xfer_req *req, enum td_status st)
-{
-    struct reply *r = TD_CONTAINER_OF(req, struct reply, req);
-    struct td_wire m = {.to = r->incarnation, .generation = r->generation};
-    if (st == TD_OK) (void)tell(r->tx, r->path, TD_WIRE_STOPPED, &m); /* else: asked again */
-    reply_free(r);
-}
-
-static void answer(struct td_tx *tx, struct peer *p, uint64_t generation)
-{
-    TD_LIST_FOREACH (it, &tx->replies) {
-        const struct reply *r = TD_LIST_ENTRY(it, struct reply, link);
-        if (r->incarnation == p->incarnation && r->generation == generation) return; /* on its way */
-    }
-    if (tx->n_replies >= MAX_REPLIES) return;
-    struct reply *r = td_calloc(1, sizeof *r);
-    if (r == NULL) return;
-    r->tx = tx;
-    r->path = p->path;
-    r->path->n_users++;
-    r->incarnation = p->incarnation;
-    r->generation = generation;
-    r->req.done = reply_flushed;
-    td_list_push_back(&tx->replies, &r->link);
-    tx->n_replies++;
-    if (tx->ports.xfer->flush(r->path->xp, &r->req) != TD_OK) reply_free(r);
-}
-
 static void on_stop(struct td_tx *tx, uint64_t from, const struct td_wire *m)
 {
-    struct peer *p = peer_find(tx, from);
-    if (p == NULL) p = peer_make(tx, from);
+    struct td_tx_life *p = td_tx_peer_find(tx, from);
+    if (p == NULL) p = td_tx_peer_make(tx, from);
     if (p == NULL) {
         TD_WARN("handoff_stop_unanswered", "decode=%016" PRIx64 " generation=%" PRIu64 " peers=%u", from, m->generation,
                 tx->n_peers);
@@ -711,12 +459,12 @@ static void on_stop(struct td_tx *tx, uint64_t from, const struct td_wire *m)
         struct td_xfer_peer *xp;
         struct td_err err = {0};
         enum td_status st = tx->ports.xfer->peer_open(tx->ports.x, from, m->address, m->n_address, NULL, 0, &xp, &err);
-        if (st == TD_OK && path_set(tx, p, xp, NULL) != TD_OK) tx->ports.xfer->peer_close(xp);
+        if (st == TD_OK && td_tx_path_set(tx, p, xp, NULL) != TD_OK) tx->ports.xfer->peer_close(xp);
         if (st != TD_OK)
             TD_WARN("handoff_stop_unanswered", "decode=%016" PRIx64 " status=%s %s", from, td_status_name(st),
                     err.text);
     }
-    if (p->path != NULL) answer(tx, p, m->generation);
+    if (p->path != NULL) td_tx_answer(tx, p, m->generation);
 }
 
 void td_tx_on_message(struct td_tx *tx, uint64_t from, uint8_t id, const void *data, size_t n)
@@ -739,10 +487,10 @@ void td_tx_on_message(struct td_tx *tx, uint64_t from, uint8_t id, const void *d
 
 void td_tx_on_peer_lost(struct td_tx *tx, uint64_t decode)
 {
-    struct peer *p = peer_find(tx, decode);
+    struct td_tx_life *p = td_tx_peer_find(tx, decode);
     if (p == NULL) return;
     if (p->path != NULL) {
-        path_retire(tx, p->path);
+        td_tx_path_retire(tx, p->path);
         p->path = NULL;
     }
     TD_LIST_FOREACH (it, &tx->sends) {
@@ -769,10 +517,10 @@ void td_tx_destroy(struct td_tx *tx)
         drop_waiting(s);
         free(s);
     }
-    TD_LIST_FOREACH_SAFE (it, &tx->replies) free(TD_LIST_ENTRY(it, struct reply, link));
+    td_tx_drop_replies(tx);
     TD_LIST_FOREACH_SAFE (it, &tx->free_puts) free(TD_LIST_ENTRY(it, struct put, link));
-    TD_LIST_FOREACH_SAFE (it, &tx->paths) free(TD_LIST_ENTRY(it, struct path, link));
-    TD_LIST_FOREACH_SAFE (it, &tx->peers) peer_free(tx, TD_LIST_ENTRY(it, struct peer, link));
+    TD_LIST_FOREACH_SAFE (it, &tx->paths) free(TD_LIST_ENTRY(it, struct td_tx_path, link));
+    TD_LIST_FOREACH_SAFE (it, &tx->peers) td_tx_peer_free(tx, TD_LIST_ENTRY(it, struct td_tx_life, link));
     free(tx->segs);
     free(tx);
 }
@@ -782,8 +530,8 @@ void td_tx_describe(const struct td_tx *tx, struct td_buf *out)
     td_buf_str(out, "{\"peers\":[");
     const char *comma = "";
     TD_LIST_FOREACH (it, &tx->peers) {
-        const struct peer *p = TD_LIST_ENTRY(it, struct peer, link);
-        const struct path *path = tx->is_detached ? NULL : p->path;
+        const struct td_tx_life *p = TD_LIST_ENTRY(it, struct td_tx_life, link);
+        const struct td_tx_path *path = tx->is_detached ? NULL : p->path;
         td_buf_printf(out,
                       "%s{\"incarnation\":\"%016" PRIx64
                       "\",\"path\":\"%s\",\"transport\":\"%s\",\"one_sided\":%s,\"refused_below\":%" PRIu64
@@ -807,8 +555,8 @@ void td_tx_describe(const struct td_tx *tx, struct td_buf *out)
                       ",\"puts_in_flight\":%u,\"bytes_in_flight\":%" PRIu64 ",\"bytes_waiting\":%" PRIu64
                       ",\"bytes_done\":%" PRIu64 ",\"blocks_left\":%" PRIu64 "}",
                       comma, s->holder, s->peer->incarnation, s->generation, state_names[s->state],
-                      outcome_names[s->outcome], (uint64_t)((now(tx) - s->begun_ns) / TD_NS_PER_MS), s->n_in_flight,
-                      s->bytes_in_flight, s->bytes_waiting, s->bytes_done, s->blocks_left);
+                      outcome_names[s->outcome], (uint64_t)((td_tx_now(tx) - s->begun_ns) / TD_NS_PER_MS),
+                      s->n_in_flight, s->bytes_in_flight, s->bytes_waiting, s->bytes_done, s->blocks_left);
         comma = ",";
     }
     td_buf_str(out, "]}");
