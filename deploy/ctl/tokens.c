@@ -1,6 +1,8 @@
 /* tandemctl tokenize, detokenize: with a model's tokenizer alone, no cluster needed. */
 #include <errno.h>
+#include <jansson.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "common/base/json.h"
@@ -20,14 +22,14 @@ static enum td_status read_all(const char *path, struct td_buf *out, struct td_e
 {
     bool is_stdin = strcmp(path, "-") == 0;
     FILE *f = is_stdin ? stdin : fopen(path, "re");
-    if (f == NULL) return td_err_set(err, TD_E_IO, "--file: %s: %s", path, strerror(errno));
+    if (f == NULL) return td_err_set(err, TD_E_IO, "%s", strerror(errno));
     size_t n;
     while (td_buf_reserve(out, 65536) && (n = fread(out->data + out->n, 1, out->cap - out->n, f)) > 0) out->n += n;
     bool failed = ferror(f) != 0;
     int why = errno;
     if (!is_stdin) fclose(f);
-    if (out->failed) return td_err_set(err, TD_E_NO_MEMORY, "--file: %s: out of memory", path);
-    return failed ? td_err_set(err, TD_E_IO, "--file: %s: %s", path, strerror(why)) : TD_OK;
+    if (out->failed) return td_err_set(err, TD_E_NO_MEMORY, "out of memory");
+    return failed ? td_err_set(err, TD_E_IO, "%s", strerror(why)) : TD_OK;
 }
 
 static enum td_status tokenize(struct tokens *t, const struct td_tokenizer *k, struct td_buf *out, struct td_err *err)
@@ -36,8 +38,8 @@ static enum td_status tokenize(struct tokens *t, const struct td_tokenizer *k, s
     enum td_status st = TD_OK;
     if (t->text != NULL)
         td_buf_str(&text, t->text);
-    else
-        st = read_all(t->file, &text, err);
+    else if ((st = read_all(t->file, &text, err)) != TD_OK)
+        td_err_prefix(err, st, "--file: %s", t->file);
     if (st == TD_OK)
         st = td_tokenizer_encode(k, td_buf_cstr(&text), text.n, t->special ? TD_TEXT_SPECIAL : TD_TEXT_ORDINARY,
                                  &t->ids, err);
@@ -50,19 +52,36 @@ static enum td_status tokenize(struct tokens *t, const struct td_tokenizer *k, s
     return st;
 }
 
+/* Ids as a list, or the object that tokenize and generate print. */
+static enum td_status read_ids(const char *file, struct td_token_list *out, struct td_err *err)
+{
+    struct td_buf text = {0};
+    enum td_status st = read_all(file, &text, err);
+    if (st == TD_OK) {
+        const char *p = td_buf_cstr(&text), *list = strstr(p, "\"token_ids\"");
+        if (p[strspn(p, " \t\r\n")] == '{' && list != NULL) {
+            json_t *v = json_loadb(p, text.n, 0, NULL);
+            td_buf_clear(&text);
+            char *ids = json_dumps(json_object_get(v, "token_ids"), JSON_COMPACT);
+            td_buf_str(&text, ids != NULL ? ids : "?");
+            free(ids);
+            json_decref(v);
+        }
+        st = td_options_read_ids(td_buf_cstr(&text), text.n, out, err);
+    }
+    if (st != TD_OK) td_err_prefix(err, st, "--file: %s", file);
+    td_buf_free(&text);
+    return st;
+}
+
 static enum td_status detokenize(struct tokens *t, const struct td_tokenizer *k, struct td_buf *out, struct td_err *err)
 {
     struct td_buf text = {0}, raw = {0};
     enum td_status st = TD_OK;
-    if (!t->has_ids) st = read_all(t->file, &text, err);
-    if (st == TD_OK && !t->has_ids) {
-        st = td_options_read_ids(td_buf_cstr(&text), text.n, &t->ids, err);
-        if (st != TD_OK) td_err_prefix(err, st, "--file: %s", t->file);
-    }
+    if (!t->has_ids) st = read_ids(t->file, &t->ids, err);
     if (st == TD_OK) {
         struct td_detok d;
         td_tokenizer_decode(k, t->ids.ids, t->ids.n, t->special, &raw);
-        td_buf_clear(&text);
         td_detok_init(&d, k, t->special);
         td_detok_feed_bytes(&d, raw.data, raw.n, &text);
         td_detok_end(&d, &text);
@@ -131,8 +150,8 @@ static int detokenize_main(int argc, char **argv)
         {"model", TD_OPTION_STR, &t.model, "DIR", "checkpoint, or its tokenizer.json or .tiktoken file (required)", 0,
          0, NULL},
         {"token-ids", TD_OPTION_IDS, &t.ids, "A,B,...", "ids", 0, 0, &t.has_ids},
-        {"file", TD_OPTION_STR, &t.file, "FILE", "ids, separated by commas or white space; - is standard input", 0, 0,
-         NULL},
+        {"file", TD_OPTION_STR, &t.file, "FILE",
+         "ids, or what tokenize or generate --json printed; - is standard input", 0, 0, NULL},
         {"special", TD_OPTION_FLAG, &t.special, NULL, "special tokens appear by name", 0, 0, NULL},
         {NULL, TD_OPTION_FLAG, NULL, NULL, NULL, 0, 0, NULL},
     };

@@ -291,8 +291,7 @@ static void keep_up(struct up *u)
 
 static void print_summary(const struct up *u)
 {
-    printf("ready: %u prefill and %u decode worker%s of %s\n", u->n_prefill, u->n_decode,
-           u->n_prefill + u->n_decode > 1 ? "s" : "", u->model);
+    printf("ready: %u prefill and %u decode, serving %s\n", u->n_prefill, u->n_decode, u->model);
     for (unsigned i = 0; i < u->n_members; i++) {
         const struct td_address *a = &u->members[i].address;
         printf("  %-12s rpc %-22s http %-22s pid %d\n", u->members[i].process->child.name, a->rpc, a->http, a->pid);
