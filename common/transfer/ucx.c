@@ -224,7 +224,7 @@ static void sleep_until_something(struct ucx *x, int timeout_ms)
             ssize_t got = read(x->wake_fd, &count, sizeof count);
             (void)got; /* non-blocking; what matters is that it is empty now */
         } else if (p != &x->ucx_fd) {
-            td_ucx_wire_died(p, "its process ended");
+            td_ucx_wire_died(p);
         }
     }
 }
@@ -238,8 +238,7 @@ static void work(struct ucx *x)
         bool is_stopping = take_commands(x);
         unsigned n = 0;
         while (n < PROGRESS_MAX && ucp_worker_progress(x->worker) != 0) n++;
-        if (is_stopping) td_ucx_wire_close_all(x);
-        bool is_ending = td_ucx_wire_round(x);
+        int timeout_ms = td_ucx_wire_round(x, is_stopping);
         hand_over(x, true);
         if (is_stopping) {
             uint64_t now_ns = td_clock_ns();
@@ -258,9 +257,7 @@ static void work(struct ucx *x)
         if (s == UCS_ERR_BUSY && ++n_busy < ARM_BUSY_MAX) continue;
         if (s != UCS_OK && s != UCS_ERR_BUSY) TD_ERROR("xfer_arm_failed", "text=\"%s\"", ucs_status_string(s));
         n_busy = 0;
-        /* A cut endpoint finishes by progress alone, and a drain has a deadline: neither always wakes the descriptor.
-         */
-        sleep_until_something(x, s != UCS_OK ? 1 : is_ending ? 2 : -1);
+        sleep_until_something(x, s != UCS_OK ? 1 : timeout_ms);
     }
 }
 

@@ -1,9 +1,13 @@
 /* Puts where nothing can store directly: plain memory, or another machine without an RDMA network. UCX would emulate
  * them too, but its receiver (1.13 to 1.22) aborts the process when it cannot acknowledge to a sender that has died,
- * and it writes wherever it is told. So: sender    splits each segment into chunks, an active message each: "into the
- * pool with this secret, at this offset" receiver  checks secret and bounds, copies, acknowledges with the chunk's
- * ticket sender    the put is done when UCX has let go of the source and every chunk is acknowledged; a flush waits for
- * the puts before it The receiver keeps no state; an acknowledgement that fits no put is dropped. */
+ * and it writes wherever it is told. So:
+ *
+ *   sender    copies each segment in chunks, at most WINDOW of them under way, into active messages: "into the pool
+ * with this secret, at this offset". Copied, so that a put can be canceled while its bytes wait in a socket. receiver
+ * checks secret and bounds, writes, acknowledges with the put's ticket sender    the put is done when every chunk is
+ * acknowledged; a flush waits for the puts before it
+ *
+ * The receiver keeps no state; an acknowledgement that fits no put is dropped. */
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,6 +17,7 @@
 #include "common/transfer/ucx_int.h"
 
 #define CHUNK_BYTES   (256u << 10)
+#define WINDOW        16u         /* chunks: 4 MiB under way to a peer */
 #define CHUNK_MAGIC   0x4b434454u /* "TDCK" */
 #define ACK_MAGIC     0x414b4454u /* "TDKA" */
 #define CHUNK_VERSION 1u
@@ -21,16 +26,35 @@
  */
 
 struct chunk {
-    struct ucx_op *op;
-    struct ucx_chunk_header header; /* UCX reads it until the send completes */
+    struct ucx_peer *peer;
+    struct ucx_chunk_header header; /* UCX reads both until the send completes */
+    uint8_t data[];
 };
+
+static struct ucx_op *find_put(struct ucx_peer *p, uint64_t ticket)
+{
+    TD_LIST_FOREACH (it, &p->ops) {
+        struct ucx_op *op = TD_LIST_ENTRY(it, struct ucx_op, item.link);
+        if (op->item.kind == UCX_PUT && op->n_unacked != 0 && op->ticket == ticket) return op;
+    }
+    return NULL;
+}
+
+bool td_ucx_emulate_is_over(const struct ucx_op *op)
+{
+    if (op->item.kind != UCX_PUT || !op->peer->pools[op->pool].is_emulated) return true;
+    return op->n_unacked == 0 && (op->is_all_sent || op->status != TD_OK);
+}
 
 static void chunk_is_sent(struct chunk *c, ucs_status_t s)
 {
-    struct ucx_op *op = c->op;
-    if (s != UCS_OK && op->n_unacked != 0) op->n_unacked--; /* never left: nobody will acknowledge it */
+    struct ucx_op *op = s == UCS_OK ? NULL : find_put(c->peer, c->header.ticket);
+    c->peer->n_wire--;
     free(c);
-    td_ucx_wire_step(op, s);
+    if (op == NULL) return;
+    if (op->status == TD_OK) op->status = td_ucx_status(s);
+    op->n_unacked--; /* it never left: nobody will acknowledge it */
+    td_ucx_wire_settle(op);
 }
 
 static void on_chunk_sent(void *request, ucs_status_t s, void *user)
@@ -39,55 +63,82 @@ static void on_chunk_sent(void *request, ucs_status_t s, void *user)
     chunk_is_sent(user, s);
 }
 
-static bool send_chunk(struct ucx_op *op, const uint8_t *src, uint64_t offset, size_t n)
+/* False: no memory. What else goes wrong comes to chunk_is_sent, maybe at once. */
+static bool send_chunk(struct ucx_peer *p, const struct ucx_chunk_header *h, const void *src, size_t n)
 {
-    struct ucx_peer *p = op->peer;
-    struct chunk *c = td_calloc(1, sizeof *c);
-    if (c == NULL) {
-        op->status = TD_E_NO_MEMORY;
-        return false;
-    }
-    c->op = op;
-    c->header = (struct ucx_chunk_header){.magic = CHUNK_MAGIC,
-                                          .version = CHUNK_VERSION,
-                                          .secret = p->pools[op->pool].secret,
-                                          .offset = offset,
-                                          .ticket = op->ticket};
+    struct chunk *c = td_realloc(NULL, 1, sizeof *c + n);
+    if (c == NULL) return false;
+    c->peer = p;
+    c->header = *h;
+    c->header.magic = CHUNK_MAGIC;
+    c->header.version = CHUNK_VERSION;
+    if (n != 0) memcpy(c->data, src, n);
     ucp_request_param_t param = {.op_attr_mask =
                                      UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
                                  .cb.send = on_chunk_sent,
                                  .user_data = c,
                                  .flags = UCP_AM_SEND_FLAG_EAGER | UCP_AM_SEND_FLAG_REPLY};
-    op->n_left++;
-    op->n_unacked++;
-    ucs_status_ptr_t r = ucp_am_send_nbx(p->ep, UCX_AM_CHUNK, &c->header, sizeof c->header, src, n, &param);
+    p->n_wire++;
+    ucs_status_ptr_t r = ucp_am_send_nbx(p->ep, UCX_AM_CHUNK, &c->header, sizeof c->header, c->data, n, &param);
     if (r == NULL || UCS_PTR_IS_ERR(r)) chunk_is_sent(c, UCS_PTR_STATUS(r));
-    return op->status == TD_OK;
+    return true;
 }
 
-/* The caller holds one of n_left. */
+/* Connects the two now rather than with the first put. */
+void td_ucx_emulate_hello(struct ucx_peer *p)
+{
+    p->hello_ticket = ++p->x->last_ticket;
+    struct ucx_chunk_header h = {.ticket = p->hello_ticket};
+    if (!send_chunk(p, &h, NULL, 0)) p->hello_ticket = 0;
+}
+
+static void send_next(struct ucx_op *op)
+{
+    while (op->next_seg < op->n_segs && op->next_byte == op->segs[op->next_seg].n_bytes) {
+        op->next_seg++;
+        op->next_byte = 0;
+    }
+    if (op->next_seg == op->n_segs) {
+        op->is_all_sent = true;
+        return;
+    }
+    const struct td_xfer_seg *s = &op->segs[op->next_seg];
+    uint64_t at = op->next_byte, n = s->n_bytes - at < CHUNK_BYTES ? s->n_bytes - at : CHUNK_BYTES;
+    op->next_byte += n;
+    struct ucx_chunk_header h = {
+        .secret = op->peer->pools[op->pool].secret, .offset = s->dst_offset + at, .ticket = op->ticket};
+    op->n_unacked++;
+    op->peer->n_window++;
+    if (send_chunk(op->peer, &h, (const uint8_t *)s->src + at, n)) return;
+    op->n_unacked--;
+    op->peer->n_window--;
+    op->status = TD_E_NO_MEMORY;
+}
+
+static struct ucx_op *next_put(struct ucx_peer *p)
+{
+    TD_LIST_FOREACH (it, &p->ops) {
+        struct ucx_op *op = TD_LIST_ENTRY(it, struct ucx_op, item.link);
+        if (op->item.kind == UCX_PUT && p->pools[op->pool].is_emulated && !op->is_all_sent && op->status == TD_OK)
+            return op;
+    }
+    return NULL;
+}
+
+static void pump(struct ucx_peer *p)
+{
+    struct ucx_op *op;
+    while (p->n_window < WINDOW && !p->is_failed && !p->is_closing && (op = next_put(p)) != NULL) {
+        op->n_left++; /* stays while we look at it */
+        send_next(op);
+        td_ucx_wire_step(op, UCS_OK);
+    }
+}
+
 void td_ucx_emulate_put(struct ucx_op *op)
 {
     op->ticket = ++op->peer->x->last_ticket;
-    for (unsigned i = 0; i < op->n_segs; i++) {
-        const uint8_t *src = op->segs[i].src;
-        for (uint64_t at = 0; at < op->segs[i].n_bytes; at += CHUNK_BYTES) {
-            uint64_t n = op->segs[i].n_bytes - at;
-            if (!send_chunk(op, src + at, op->segs[i].dst_offset + at, n < CHUNK_BYTES ? n : CHUNK_BYTES)) return;
-        }
-    }
-}
-
-static struct ucx_op *find_put(struct ucx *x, uint64_t ticket)
-{
-    TD_LIST_FOREACH (it, &x->live) {
-        struct ucx_peer *p = TD_LIST_ENTRY(it, struct ucx_peer, live_link);
-        TD_LIST_FOREACH (o, &p->ops) {
-            struct ucx_op *op = TD_LIST_ENTRY(o, struct ucx_op, item.link);
-            if (op->item.kind == UCX_PUT && op->n_unacked != 0 && op->ticket == ticket) return op;
-        }
-    }
-    return NULL;
+    pump(op->peer);
 }
 
 static ucs_status_t on_ack(void *arg, const void *header, size_t n_header, void *data, size_t n,
@@ -101,11 +152,21 @@ static ucs_status_t on_ack(void *arg, const void *header, size_t n_header, void 
         atomic_fetch_add_explicit(&x->n_bad_messages, 1, memory_order_relaxed);
         return UCS_OK;
     }
-    struct ucx_op *op = find_put(x, h.ticket);
-    if (op == NULL) return UCS_OK; /* of a put that ended meanwhile */
-    if (h.is_refused != 0 && op->status == TD_OK) op->status = TD_E_MISMATCH;
-    op->n_unacked--;
-    td_ucx_wire_settle(op);
+    TD_LIST_FOREACH (it, &x->live) {
+        struct ucx_peer *p = TD_LIST_ENTRY(it, struct ucx_peer, live_link);
+        if (h.ticket != 0 && h.ticket == p->hello_ticket) {
+            p->hello_ticket = 0;
+            break;
+        }
+        struct ucx_op *op = find_put(p, h.ticket);
+        if (op == NULL) continue; /* none at all: of a put that ended meanwhile */
+        if (h.is_refused != 0 && op->status == TD_OK) op->status = TD_E_MISMATCH;
+        op->n_unacked--;
+        p->n_window--;
+        td_ucx_wire_settle(op);
+        pump(p);
+        break;
+    }
     return UCS_OK;
 }
 
@@ -167,7 +228,7 @@ static ucs_status_t on_chunk(void *arg, const void *header, size_t n_header, voi
         drop(x, "not from Tandem, or another version", n);
         return UCS_OK;
     }
-    bool is_written = write_into_pool(x, &h, data, n);
+    bool is_written = (h.secret == 0 && n == 0) || write_into_pool(x, &h, data, n);
     if (!is_written) drop(x, "no such pool, or outside of it", n);
     acknowledge(x, param->reply_ep, h.ticket, is_written);
     return UCS_OK;

@@ -55,7 +55,7 @@ struct ucx_header {
 };
 struct ucx_chunk_header { /* write this into that pool */
     uint32_t magic, version;
-    uint64_t secret, offset; /* of the pool; in it */
+    uint64_t secret, offset; /* of the pool, 0: only acknowledge; in it */
     uint64_t ticket;         /* comes back in the acknowledgement */
 };
 struct ucx_ack_header {
@@ -72,12 +72,17 @@ struct ucx_op {
     struct td_xfer_req *req; /* NULL: a message */
     struct td_xfer_seg *segs;
     unsigned n_segs, cap_segs, pool;
-    unsigned n_left;    /* completions still to come, one for the posting itself */
-    uint64_t ticket;    /* of an emulated put */
-    uint64_t n_unacked; /* its chunks that the peer has not confirmed */
-    bool is_waiting;    /* a flush, for emulated puts before it */
+    unsigned n_left;         /* UCX's completions still to come, and one for the posting itself */
+    bool is_waiting;         /* a flush, for emulated puts before it: counts in n_left */
+    struct ucx_flush *flush; /* UCX's end of a flush */
+    /* an emulated put */
+    uint64_t ticket;
+    unsigned next_seg; /* what goes out next */
+    uint64_t next_byte;
+    unsigned n_unacked; /* chunks that the peer has not confirmed */
+    bool is_all_sent;
     enum td_status status;
-    struct ucx_header header;
+    struct ucx_header header; /* of a message */
     void *data;
     size_t n;
 };
@@ -137,16 +142,21 @@ struct ucx_peer {
     /* transfer thread */
     struct td_list live_link; /* x->live */
     ucp_ep_h ep;
-    struct td_list ops; /* posted to UCX, not ended */
-    int pidfd;          /* -1: not watched */
-    bool is_watched;    /* pidfd is in the epoll set */
-    bool is_failed;     /* its process is gone */
-    bool is_closing;    /* the owner asked */
-    bool is_cutting;    /* forced close under way or done */
-    bool is_cut;        /* the endpoint is gone */
-    bool is_unflushed;  /* messages were sent since the last flush */
-    bool is_draining;   /* the flush before the close is under way */
-    bool is_finished;   /* UCX_LOST or UCX_CLOSE was sent as an event */
+    struct td_list ops;    /* posted, not ended; in order */
+    unsigned n_wire;       /* what UCX still holds of ours without an op: chunks, flushes */
+    unsigned n_window;     /* chunks that are not acknowledged */
+    bool is_tcp;           /* it has lanes over TCP */
+    uint64_t died_ns;      /* its process ended, and UCX has not noticed yet; 0: no */
+    int pidfd;             /* -1: not watched */
+    bool is_watched;       /* pidfd is in the epoll set */
+    bool is_failed;        /* its process is gone */
+    bool is_closing;       /* the owner asked */
+    bool is_cutting;       /* forced close under way or done */
+    bool is_cut;           /* the endpoint is gone */
+    uint64_t hello_ticket; /* of the first thing sent, empty; 0: it was acknowledged, so both ends are introduced */
+    bool is_unflushed;     /* messages were sent since the last flush */
+    bool is_draining;      /* the flush before the close is under way */
+    bool is_finished;      /* UCX_LOST or UCX_CLOSE was sent as an event */
     uint64_t drain_until_ns;
     struct ucx_item lost;
 };
@@ -248,20 +258,23 @@ void td_ucx_free_ops(struct ucx *x);
 enum td_status td_ucx_wire_open(struct ucx_peer *p, const struct td_card_address *a, const struct td_card_key *keys,
                                 struct td_err *err);
 void td_ucx_wire_post(struct ucx_op *op); /* put, flush, send, close */
-bool td_ucx_wire_round(struct ucx *x); /* failed and closing peers go one step on; true: something is still under way */
-void td_ucx_wire_close_all(struct ucx *x);
-void td_ucx_wire_died(struct ucx_peer *p, const char *how);
-void td_ucx_wire_abandon(struct ucx *x); /* the worker is gone: everything left ends with CANCELED */
+/* Failed and closing peers go one step on. Returns in how many ms the next step may be due, -1: when something comes.
+ */
+int td_ucx_wire_round(struct ucx *x, bool is_stopping);
+void td_ucx_wire_died(struct ucx_peer *p); /* its process ended */
+void td_ucx_wire_abandon(struct ucx *x);   /* the worker is gone: everything left ends with CANCELED */
 
 void td_ucx_wire_step(struct ucx_op *op, ucs_status_t s); /* one of the op's completions has come */
 void td_ucx_wire_settle(struct ucx_op *op);               /* its last acknowledgement has come, or none will */
 
 /* ucx_emulate.c: transfer thread */
+void td_ucx_emulate_hello(struct ucx_peer *p);
 void td_ucx_emulate_put(struct ucx_op *op);
+bool td_ucx_emulate_is_over(const struct ucx_op *op); /* sent and acknowledged, or failed; true for other ops */
 enum td_status td_ucx_emulate_listen(struct ucx *x, struct td_err *err);
 
 /* ucx_path.c: transfer thread */
-void td_ucx_find_path(struct ucx_peer *p, struct ucx_remote *r);
+void td_ucx_find_paths(struct ucx_peer *p);
 bool td_ucx_has_shared_memory(ucp_context_h c);
 
 /* ucx_message.c */

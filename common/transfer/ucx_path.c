@@ -60,31 +60,37 @@ static const char *find(const struct lanes *l, const char *prefix)
     return NULL;
 }
 
-void td_ucx_find_path(struct ucx_peer *p, struct ucx_remote *r)
+static void find_path(const struct ucx_peer *p, const struct lanes *l, struct ucx_remote *r)
 {
     /* Networks whose adapters write the memory themselves. */
     static const char *const adapters[] = {"rc", "dc", "gga", "srd", "ugni"};
-    struct lanes l;
-    read_lanes(p->ep, &l);
-    const char *direct = NULL, *other = l.n != 0 ? l.lane[0].transport : "?";
+    const char *direct = NULL, *other = l->n != 0 ? l->lane[0].transport : "?";
     void *here;
     switch (r->kind) {
     case TD_POOL_SYSV:
     case TD_POOL_POSIX:
         if (ucp_rkey_ptr(r->rkey, r->base, &here) == UCS_OK)
-            direct = find(&l, r->kind == TD_POOL_SYSV ? "sysv" : "posix");
+            direct = find(l, r->kind == TD_POOL_SYSV ? "sysv" : "posix");
         break;
-    case TD_POOL_DEVICE: direct = find(&l, "cuda_ipc"); break;
+    case TD_POOL_DEVICE: direct = find(l, "cuda_ipc"); break;
     default: break;
     }
-    for (size_t i = 0; direct == NULL && i < TD_COUNT(adapters); i++) direct = find(&l, adapters[i]);
-    for (unsigned i = 0; i < l.n; i++)
-        if (l.lane[i].is_am) other = l.lane[i].transport;
+    for (size_t i = 0; direct == NULL && i < TD_COUNT(adapters); i++) direct = find(l, adapters[i]);
+    for (unsigned i = 0; i < l->n; i++)
+        if (l->lane[i].is_am) other = l->lane[i].transport;
     snprintf(r->transport, sizeof r->transport, "%s", direct != NULL ? direct : other);
     r->is_one_sided = direct != NULL;
     r->is_emulated = direct == NULL && r->kind != TD_POOL_DEVICE; /* only UCX can copy into a device */
     TD_INFO("xfer_path", "peer=%016llx transport=%s one_sided=%s lanes=%u", (unsigned long long)p->incarnation,
-            r->transport, r->is_one_sided ? "yes" : "no", l.n);
+            r->transport, r->is_one_sided ? "yes" : "no", l->n);
+}
+
+void td_ucx_find_paths(struct ucx_peer *p)
+{
+    struct lanes l;
+    read_lanes(p->ep, &l);
+    p->is_tcp = find(&l, "tcp") != NULL;
+    for (unsigned i = 0; i < p->n_pools; i++) find_path(p, &l, &p->pools[i]);
 }
 
 bool td_ucx_has_shared_memory(ucp_context_h c)

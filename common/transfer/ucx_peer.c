@@ -49,8 +49,10 @@ static struct ucx_op *take_op(struct ucx_peer *p, enum ucx_kind kind, struct td_
     op->req = req;
     op->n_segs = 0;
     op->status = TD_OK;
-    op->is_waiting = false;
-    op->n_unacked = 0;
+    op->is_waiting = op->is_all_sent = false;
+    op->flush = NULL;
+    op->n_unacked = op->next_seg = 0;
+    op->next_byte = 0;
     return op;
 }
 

@@ -1,26 +1,50 @@
-/* Peers as the transfer thread sees them: the only file that posts to UCX endpoints.
+/* Peers as the transfer thread sees them: the only file (with ucx_emulate.c) that posts to UCX endpoints.
  *
- * The end of a peer, whichever way it comes (UCX's error callback, the pidfd of its process, its owner's close):
- *   1. closing and messages not flushed: flush, for at most DRAIN_MS, so that they leave
+ * The end of a peer, whichever way it comes (UCX's error callback, the end of its process, its owner's close):
+ *
+ *   1. closing: puts and flushes that UCX has no part in end at once with CANCELED. Then what was sent may leave: over
+ *      shared memory for at most DRAIN_MS, over TCP for as long as it takes, be it forever to a stopped process.
+ * (UCX 1.13 crashes later on when a TCP endpoint with bytes to send is forced closed, and aborts at the other end when
+ * one is that has not been introduced yet.)
  *   2. cut: force the endpoint closed. UCX ends every request of it through its callback; until then source bytes stay
- * in use
- *   3. cut and no op left: the keys go; a loss or the close is told to the loop, once. */
+ * in use.
+ *   3. cut and no op left: the keys go; a loss or the close is told to the loop, once.
+ *
+ * A process that ended is left to UCX to notice for NOTICE_MS where it has a TCP connection (that takes a millisecond
+ * or two, and suits UCX better); on shared memory it is cut at once. */
+#include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <unistd.h>
 
 #include "common/base/clock.h"
 #include "common/base/log.h"
+#include "common/base/mem.h"
 #include "common/transfer/ucx_int.h"
 
-#define DRAIN_MS 200u
+#define DRAIN_MS  200u
+#define NOTICE_MS 100u
+
+/* UCX's end of a flush: survives the op when that is canceled. */
+struct ucx_flush {
+    struct ucx_peer *peer;
+    struct ucx_op *op;
+};
+
+/* --- ops -----------------------------------------------------------------------------------------------------------
+ */
+
+static bool is_emulated_put(const struct ucx_op *op)
+{
+    return op->item.kind == UCX_PUT && op->peer->pools[op->pool].is_emulated;
+}
 
 /* Flushes wait for the emulated puts before them; this one was the last such put, maybe. */
 static void let_flushes_go(struct ucx_peer *p)
 {
     TD_LIST_FOREACH_SAFE (it, &p->ops) {
         struct ucx_op *op = TD_LIST_ENTRY(it, struct ucx_op, item.link);
-        if (op->item.kind == UCX_PUT && p->pools[op->pool].is_emulated) return;
+        if (is_emulated_put(op)) return;
         if (!op->is_waiting) continue;
         op->is_waiting = false;
         td_ucx_wire_step(op, UCS_OK);
@@ -32,7 +56,7 @@ static void finish(struct ucx_op *op)
     struct ucx_peer *p = op->peer;
     td_list_remove(&op->item.link);
     td_ucx_event(p->x, &op->item);
-    if (op->item.kind == UCX_PUT && p->pools[op->pool].is_emulated) let_flushes_go(p);
+    if (is_emulated_put(op)) let_flushes_go(p);
 }
 
 static enum td_status why_ended(const struct ucx_peer *p, ucs_status_t s)
@@ -40,15 +64,16 @@ static enum td_status why_ended(const struct ucx_peer *p, ucs_status_t s)
     return p->is_failed ? TD_E_PEER_LOST : p->is_closing ? TD_E_CANCELED : td_ucx_status(s);
 }
 
+void td_ucx_wire_settle(struct ucx_op *op)
+{
+    if (op->n_left == 0 && td_ucx_emulate_is_over(op)) finish(op);
+}
+
 void td_ucx_wire_step(struct ucx_op *op, ucs_status_t s)
 {
     if (s != UCS_OK && op->status == TD_OK) op->status = why_ended(op->peer, s);
-    if (--op->n_left == 0 && op->n_unacked == 0) finish(op);
-}
-
-void td_ucx_wire_settle(struct ucx_op *op)
-{
-    if (op->n_left == 0 && op->n_unacked == 0) finish(op);
+    op->n_left--;
+    td_ucx_wire_settle(op);
 }
 
 static void on_complete(void *request, ucs_status_t s, void *user)
@@ -61,11 +86,8 @@ static void on_complete(void *request, ucs_status_t s, void *user)
 static bool follow(struct ucx_op *op, ucs_status_ptr_t r)
 {
     if (r == NULL) return true;
-    if (!UCS_PTR_IS_ERR(r)) {
-        op->n_left++;
-        return true;
-    }
     op->n_left++;
+    if (!UCS_PTR_IS_ERR(r)) return true;
     td_ucx_wire_step(op, UCS_PTR_STATUS(r));
     return false;
 }
@@ -80,13 +102,50 @@ static void post_put(struct ucx_op *op, const ucp_request_param_t *param)
     }
 }
 
+static void flush_is_over(struct ucx_flush *f, ucs_status_t s)
+{
+    struct ucx_op *op = f->op;
+    f->peer->n_wire--;
+    free(f);
+    if (op == NULL) return;
+    op->flush = NULL;
+    td_ucx_wire_step(op, s);
+}
+
+static void on_flushed(void *request, ucs_status_t s, void *user)
+{
+    ucp_request_free(request);
+    flush_is_over(user, s);
+}
+
 static bool has_emulated_put(const struct ucx_peer *p)
 {
-    TD_LIST_FOREACH (it, &p->ops) {
-        const struct ucx_op *op = TD_LIST_ENTRY(it, struct ucx_op, item.link);
-        if (op->item.kind == UCX_PUT && p->pools[op->pool].is_emulated) return true;
-    }
+    TD_LIST_FOREACH (it, &p->ops)
+        if (is_emulated_put(TD_LIST_ENTRY(it, struct ucx_op, item.link))) return true;
     return false;
+}
+
+static void post_flush(struct ucx_op *op)
+{
+    struct ucx_peer *p = op->peer;
+    struct ucx_flush *f = td_calloc(1, sizeof *f);
+    if (f == NULL) {
+        op->status = TD_E_NO_MEMORY;
+        return;
+    }
+    if (has_emulated_put(p)) {
+        op->is_waiting = true;
+        op->n_left++;
+    }
+    *f = (struct ucx_flush){p, op};
+    op->flush = f;
+    op->n_left++;
+    p->n_wire++;
+    ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
+                                 .cb.send = on_flushed,
+                                 .user_data = f};
+    ucs_status_ptr_t r = ucp_ep_flush_nbx(p->ep, &param);
+    if (r == NULL || UCS_PTR_IS_ERR(r)) flush_is_over(f, UCS_PTR_STATUS(r));
 }
 
 void td_ucx_wire_post(struct ucx_op *op)
@@ -97,29 +156,24 @@ void td_ucx_wire_post(struct ucx_op *op)
         return;
     }
     td_list_push_back(&p->ops, &op->item.link);
-    op->n_left = 1;
     if (p->is_failed || p->is_closing || p->ep == NULL) {
         op->status = p->is_failed ? TD_E_PEER_LOST : TD_E_CANCELED;
+        op->is_all_sent = true;
         finish(op);
         return;
     }
+    op->n_left = 1;
     ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
                                  .cb.send = on_complete,
                                  .user_data = op};
     switch (op->item.kind) {
     case UCX_PUT:
-        if (p->pools[op->pool].is_emulated)
+        if (is_emulated_put(op))
             td_ucx_emulate_put(op);
         else
             post_put(op, &param);
         break;
-    case UCX_FLUSH:
-        if (has_emulated_put(p)) {
-            op->is_waiting = true;
-            op->n_left++;
-        }
-        follow(op, ucp_ep_flush_nbx(p->ep, &param));
-        break;
+    case UCX_FLUSH: post_flush(op); break;
     case UCX_SEND:
         param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
         param.flags = UCP_AM_SEND_FLAG_EAGER; /* the receiver never fetches from a sender that may be gone by then */
@@ -134,7 +188,7 @@ void td_ucx_wire_post(struct ucx_op *op)
 /* --- opening -------------------------------------------------------------------------------------------------------
  */
 
-void td_ucx_wire_died(struct ucx_peer *p, const char *how)
+static void fail(struct ucx_peer *p, const char *how)
 {
     if (p->is_failed) return;
     p->is_failed = true;
@@ -144,7 +198,7 @@ void td_ucx_wire_died(struct ucx_peer *p, const char *how)
 static void on_endpoint_failed(void *arg, ucp_ep_h ep, ucs_status_t s)
 {
     (void)ep;
-    td_ucx_wire_died(arg, ucs_status_string(s));
+    fail(arg, ucs_status_string(s));
 }
 
 static void unwatch(struct ucx_peer *p)
@@ -153,6 +207,12 @@ static void unwatch(struct ucx_peer *p)
     p->is_watched = false;
     if (p->pidfd >= 0) close(p->pidfd);
     p->pidfd = -1;
+}
+
+void td_ucx_wire_died(struct ucx_peer *p)
+{
+    unwatch(p);
+    p->died_ns = td_clock_ns();
 }
 
 enum td_status td_ucx_wire_open(struct ucx_peer *p, const struct td_card_address *a, const struct td_card_key *keys,
@@ -179,8 +239,9 @@ enum td_status td_ucx_wire_open(struct ucx_peer *p, const struct td_card_address
             p->pools[i].rkey = NULL;
             return td_ucx_err(err, s, "unpacking a pool's key");
         }
-        td_ucx_find_path(p, &p->pools[i]);
     }
+    td_ucx_find_paths(p);
+    td_ucx_emulate_hello(p);
     if (p->pidfd >= 0) {
         struct epoll_event e = {.events = EPOLLIN, .data.ptr = p};
         p->is_watched = epoll_ctl(x->epoll_fd, EPOLL_CTL_ADD, p->pidfd, &e) == 0;
@@ -213,7 +274,6 @@ static void drain(struct ucx_peer *p)
                                  .cb.send = on_drained,
                                  .user_data = p};
     p->is_unflushed = false;
-    p->drain_until_ns = td_clock_ns() + DRAIN_MS * TD_NS_PER_MS;
     ucs_status_ptr_t r = ucp_ep_flush_nbx(p->ep, &param);
     p->is_draining = r != NULL && !UCS_PTR_IS_ERR(r);
 }
@@ -227,28 +287,26 @@ static void cut(struct ucx_peer *p)
                                  .flags = UCP_EP_CLOSE_FLAG_FORCE};
     p->is_cutting = true;
     unwatch(p);
-    if (p->ep == NULL) {
-        p->is_cut = true;
-        return;
-    }
-    ucs_status_ptr_t r = ucp_ep_close_nbx(p->ep, &param);
+    ucs_status_ptr_t r = p->ep == NULL ? NULL : ucp_ep_close_nbx(p->ep, &param);
     if (UCS_PTR_IS_ERR(r))
         TD_WARN("xfer_close_failed", "peer=%016llx text=\"%s\"", (unsigned long long)p->incarnation,
                 ucs_status_string(UCS_PTR_STATUS(r)));
     if (r == NULL || UCS_PTR_IS_ERR(r)) p->is_cut = true;
 }
 
-/* No acknowledgement will come any more. */
-static void give_up_acks(struct ucx_peer *p)
+/* Ends the puts and flushes whose end is ours to say: UCX holds nothing of the caller's for them. */
+static void end_own_ops(struct ucx_peer *p)
 {
-    TD_LIST_FOREACH (it, &p->ops) { /* ending a put may end flushes behind it: start over each time */
+    TD_LIST_FOREACH (it, &p->ops) {
         struct ucx_op *op = TD_LIST_ENTRY(it, struct ucx_op, item.link);
-        if (op->n_unacked == 0) continue;
-        op->n_unacked = 0;
+        bool is_put = is_emulated_put(op);
+        if (!is_put && op->item.kind != UCX_FLUSH) continue;
         if (op->status == TD_OK) op->status = why_ended(p, UCS_ERR_CANCELED);
-        if (op->n_left != 0) continue;
-        td_ucx_wire_settle(op);
-        give_up_acks(p);
+        if (op->flush != NULL) op->flush->op = NULL;
+        op->is_all_sent = true;
+        op->n_unacked = op->n_left = 0;
+        finish(op); /* and maybe flushes behind it: start over */
+        end_own_ops(p);
         return;
     }
 }
@@ -272,37 +330,51 @@ static void tell(struct ucx_peer *p)
     td_ucx_event(p->x, &p->close_op.item);
 }
 
-/* One step on, if it can go one; true: it is on its way to its end and not there. */
-static bool step(struct ucx_peer *p, uint64_t now_ns)
+static bool is_quiet(const struct ucx_peer *p)
 {
-    if (!p->is_failed && !p->is_closing) return false;
-    if (!p->is_cutting) {
-        if (p->is_unflushed && !p->is_failed && p->ep != NULL) drain(p);
-        if (p->is_draining && !p->is_failed && now_ns < p->drain_until_ns) return true;
-        cut(p);
-    }
-    if (p->is_cut) give_up_acks(p);
-    if (!p->is_cut || p->is_draining || !td_list_is_empty(&p->ops)) return true;
-    if (!p->is_finished || p->is_closing) tell(p);
-    return false;
+    return p->n_wire == 0 && !p->is_draining && td_list_is_empty(&p->ops);
 }
 
-bool td_ucx_wire_round(struct ucx *x)
+/* Closing, and alive as far as we know: true while what was sent may still leave. */
+static bool is_leaving(struct ucx_peer *p, bool is_stopping, uint64_t now_ns)
 {
-    bool is_busy = false;
+    if (p->ep == NULL) return false;
+    if (p->drain_until_ns == 0) p->drain_until_ns = now_ns + DRAIN_MS * TD_NS_PER_MS;
+    end_own_ops(p);
+    if (p->is_unflushed) drain(p);
+    if (is_quiet(p) && !(p->is_tcp && p->hello_ticket != 0)) return false;
+    return (p->is_tcp && !is_stopping) || now_ns < p->drain_until_ns;
+}
+
+/* In how many ms to look again; -1: when something comes. */
+static int step(struct ucx_peer *p, bool is_stopping, uint64_t now_ns)
+{
+    if (p->died_ns != 0 && !p->is_failed && (!p->is_tcp || now_ns - p->died_ns >= NOTICE_MS * TD_NS_PER_MS))
+        fail(p, "its process ended");
+    if (!p->is_failed && !p->is_closing) return p->died_ns != 0 ? (int)NOTICE_MS / 4 : -1;
+    if (!p->is_cutting) {
+        if (!p->is_failed && is_leaving(p, is_stopping, now_ns)) return p->is_tcp && !is_stopping ? -1 : 5;
+        cut(p);
+    }
+    if (p->is_cut) end_own_ops(p);
+    if (!p->is_cut || !is_quiet(p)) return 5; /* by progress alone; not everything of this wakes the descriptor */
+    if (!p->is_finished || p->is_closing) tell(p);
+    return -1;
+}
+
+int td_ucx_wire_round(struct ucx *x, bool is_stopping)
+{
+    int timeout_ms = -1;
     uint64_t now_ns = 0;
     TD_LIST_FOREACH_SAFE (it, &x->live) {
         struct ucx_peer *p = TD_LIST_ENTRY(it, struct ucx_peer, live_link);
-        if (!p->is_failed && !p->is_closing) continue;
+        if (is_stopping) p->is_closing = true;
+        if (!p->is_failed && !p->is_closing && p->died_ns == 0) continue;
         if (now_ns == 0) now_ns = td_clock_ns();
-        if (step(p, now_ns)) is_busy = true;
+        int ms = step(p, is_stopping, now_ns);
+        if (ms >= 0 && (timeout_ms < 0 || ms < timeout_ms)) timeout_ms = ms;
     }
-    return is_busy;
-}
-
-void td_ucx_wire_close_all(struct ucx *x)
-{
-    TD_LIST_FOREACH (it, &x->live) TD_LIST_ENTRY(it, struct ucx_peer, live_link)->is_closing = true;
+    return timeout_ms;
 }
 
 void td_ucx_wire_abandon(struct ucx *x)
