@@ -312,7 +312,7 @@ const Tandem__V1__Identity *td_fleet_facts(const struct td_fleet *f)
     return NULL;
 }
 
-uint32_t td_fleet_max_context(const struct td_fleet *f)
+uint32_t td_fleet_least_context(const struct td_fleet *f)
 {
     uint32_t least = 0;
     TD_LIST_FOREACH (it, &f->workers) {
@@ -321,6 +321,16 @@ uint32_t td_fleet_max_context(const struct td_fleet *f)
             least = w->identity->max_context_tokens;
     }
     return least;
+}
+
+uint32_t td_fleet_most_context(const struct td_fleet *f)
+{
+    uint32_t most = 0;
+    TD_LIST_FOREACH (it, &f->workers) {
+        const struct td_worker *w = TD_LIST_ENTRY(it, struct td_worker, link);
+        if (w->is_live && w->identity->max_context_tokens > most) most = w->identity->max_context_tokens;
+    }
+    return most;
 }
 
 static uint64_t ms_ago(uint64_t now, uint64_t then) { return (now - then) / TD_NS_PER_MS; }

@@ -82,7 +82,9 @@ struct td_worker *td_fleet_find(struct td_fleet *f, uint64_t incarnation); /* LI
 uint32_t td_fleet_n(const struct td_fleet *f, Tandem__V1__Role role);      /* live, wired, not draining */
 /* What every live worker agrees on, from one of them; NULL: nobody is live. */
 const Tandem__V1__Identity *td_fleet_facts(const struct td_fleet *f);
-uint32_t td_fleet_max_context(const struct td_fleet *f); /* of the live worker that takes least; 0: nobody is live */
+/* Context of the live worker that takes least, and of the one that takes most; 0: nobody is live. */
+uint32_t td_fleet_least_context(const struct td_fleet *f);
+uint32_t td_fleet_most_context(const struct td_fleet *f);
 void td_fleet_describe(const struct td_fleet *f, struct td_buf *json_out);
 
 #endif

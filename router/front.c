@@ -69,7 +69,8 @@ struct td_params_facts td_front_facts(const struct td_router *ro)
     const Tandem__V1__Identity *id = td_fleet_facts(&ro->fleet);
     if (id == NULL) return f;
     f.n_vocab = id->vocab_size;
-    f.max_context = td_fleet_max_context(&ro->fleet);
+    f.max_context = td_fleet_most_context(&ro->fleet);
+    f.served_context = td_fleet_least_context(&ro->fleet);
     f.eos_ids = id->eos_ids;
     f.n_eos_ids = id->n_eos_ids;
     return f;

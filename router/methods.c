@@ -108,7 +108,7 @@ static void on_list_models(struct td_rpc_call *c, const ProtobufCMessage *msg)
     (void)msg;
     Tandem__V1__Model model = TANDEM__V1__MODEL__INIT, *list[] = {&model};
     model.id = (char *)f.model;
-    model.max_context_tokens = f.max_context;
+    model.max_context_tokens = f.served_context;
     model.vocab_size = f.n_vocab;
     model.created = u->router->created_s;
     Tandem__V1__ListModelsReply m = TANDEM__V1__LIST_MODELS_REPLY__INIT;

@@ -145,6 +145,10 @@ static enum td_status check_prompt(const struct td_params_facts *f, const char *
         return td_err_set(err, TD_E_INVALID,
                           "%s: the prompt's %zu tokens leave no room for another; the context holds %u", field, n,
                           f->max_context);
+    if (f->served_context > 0 && n >= f->served_context)
+        return td_err_set(err, TD_E_TOO_LARGE,
+                          "%s: the prompt's %zu tokens leave no room for another; the workers have memory for %u",
+                          field, n, f->served_context);
     for (size_t i = 0; i < n; i++)
         if (f->n_vocab > 0 && ids[i] >= f->n_vocab)
             return td_err_set(err, TD_E_INVALID, "%s: %u at index %zu is not a token id (there are %u)", field, ids[i],
@@ -163,8 +167,8 @@ enum td_status td_params_set_prompt_take(struct td_request *r, const struct td_p
     free(r->tokens);
     r->tokens = ids;
     r->n_tokens = r->n_prompt = r->cap_tokens = (uint32_t)n;
-    if (f->max_context > 0 && r->max_tokens > f->max_context - r->n_prompt)
-        r->max_tokens = f->max_context - r->n_prompt;
+    if (f->served_context > 0 && r->max_tokens > f->served_context - r->n_prompt)
+        r->max_tokens = f->served_context - r->n_prompt;
     if (r->min_tokens > r->max_tokens) r->min_tokens = r->max_tokens;
     return TD_OK;
 }

@@ -8,11 +8,13 @@
 #include "proto/inference.pb-c.h"
 #include "router/request.h"
 
-/* What the fleet and the settings say about the model served. n_vocab and max_context are 0 while no worker is known:
+/* What the fleet and the settings say about the model served. n_vocab and the contexts are 0 while no worker is known:
  * what depends on them is not checked then. */
 struct td_params_facts {
     const char *model;
-    uint32_t n_vocab, max_context, default_max_tokens;
+    uint32_t n_vocab, default_max_tokens;
+    uint32_t max_context;    /* of the worker that takes most: a longer prompt makes no sense (INVALID) */
+    uint32_t served_context; /* of the worker that takes least: a longer prompt finds no memory (TOO_LARGE) */
     const uint32_t *eos_ids;
     size_t n_eos_ids;
 };

@@ -261,7 +261,8 @@ static void a_worker_that_contradicts_the_fleet_is_refused_by_field(void **state
     identity_init(&m, PREFILL, 5);
     m.id.max_context_tokens = 500; /* not a contradiction: the least counts */
     join(t, &m, &join_b);
-    assert_int_equal(td_fleet_max_context(&t->fleet), 500);
+    assert_int_equal(td_fleet_least_context(&t->fleet), 500);
+    assert_int_equal(td_fleet_most_context(&t->fleet), 1000);
 }
 
 static void an_incarnation_cannot_be_borrowed(void **state)

@@ -6,8 +6,13 @@
 #include "router/params.h"
 
 static const uint32_t eos[] = {90, 91};
-static const struct td_params_facts facts = {
-    .model = "tiny", .n_vocab = 100, .max_context = 1000, .default_max_tokens = 64, .eos_ids = eos, .n_eos_ids = 2};
+static const struct td_params_facts facts = {.model = "tiny",
+                                             .n_vocab = 100,
+                                             .max_context = 1000,
+                                             .served_context = 500,
+                                             .default_max_tokens = 64,
+                                             .eos_ids = eos,
+                                             .n_eos_ids = 2};
 static const struct td_params_facts nobody = {.model = "tiny", .default_max_tokens = 64};
 
 static void drop(struct td_request *r)
@@ -188,6 +193,8 @@ static void prompts_are_checked_against_vocabulary_and_context(void **state)
     assert_int_equal(prompt(&r, &facts, 3, UINT32_MAX, &err), TD_E_INVALID);
     assert_int_equal(prompt(&r, &facts, 1000, 1, &err), TD_E_INVALID);
     assert_non_null(strstr(err.text, "1000"));
+    assert_int_equal(prompt(&r, &facts, 999, 1, &err), TD_E_TOO_LARGE); /* the model could, these workers cannot */
+    assert_non_null(strstr(err.text, "500"));
     assert_null(r.tokens);
     assert_int_equal(prompt(&r, &facts, 10, 99, &err), TD_OK);
     assert_int_equal(r.n_prompt, 10);
@@ -200,7 +207,7 @@ static void max_tokens_ends_with_the_context(void **state)
 {
     (void)state;
     struct td_request r = {.max_tokens = 64, .min_tokens = 50};
-    assert_int_equal(prompt(&r, &facts, 999, 1, NULL), TD_OK);
+    assert_int_equal(prompt(&r, &facts, 499, 1, NULL), TD_OK);
     assert_int_equal(r.max_tokens, 1);
     assert_int_equal(r.min_tokens, 1);
     drop(&r);
