@@ -160,8 +160,8 @@ def test_missing_tensor_and_missing_file(broken):
 
 
 @pytest.mark.parametrize("change, culprit", [
-    (dict(hidden_size=320), "hidden_size"),
-    (dict(num_local_experts=16), "experts"),
+    (dict(hidden_size=320), "config.json calls for"),
+    (dict(num_local_experts=16), "config.json calls for"),
     (dict(num_hidden_layers=7), "layer"),
     (dict(num_hidden_layers=0), "num_hidden_layers"),
     (dict(num_attention_heads=-1), "num_attention_heads"),
@@ -205,6 +205,6 @@ def test_tokenizer_details(broken):
     with_change(lambda t: t["model"]["vocab"].update({"zzzzzz": 5}), "vocab")
     with_change(lambda t: t["pre_tokenizer"].update(type="Whitespace"), "pre_tokenizer")
     with_change(lambda t: t["model"].update(merges=[["nope", "nope"]]), "merges")
-    with_change(lambda t: t["added_tokens"][0].update(id=3), "added_tokens")
+    with_change(lambda t: t["added_tokens"][0].update(id=3), "id 3")
 
 
