@@ -157,6 +157,7 @@ static void post_waiting(struct td_tx_send *s)
             close_with(s, st == TD_E_PEER_LOST ? OUT_LOST : OUT_ABORTED, st);
             return;
         }
+        td_list_push_back(&tx->flying_puts, &p->link);
         s->n_in_flight++;
         s->bytes_in_flight += p->n_bytes;
     }
@@ -166,6 +167,7 @@ static void put_done(struct td_xfer_req *req, enum td_status st)
 {
     struct put *p = TD_CONTAINER_OF(req, struct put, req);
     struct td_tx_send *s = p->send;
+    td_list_remove(&p->link);
     s->n_in_flight--;
     s->bytes_in_flight -= p->n_bytes;
     if (st == TD_OK)
@@ -278,6 +280,7 @@ enum td_status td_tx_create(const struct td_tx_ports *ports, const struct td_tx_
     td_list_init(&tx->paths);
     td_list_init(&tx->replies);
     td_list_init(&tx->free_puts);
+    td_list_init(&tx->flying_puts);
     *out = tx;
     return TD_OK;
 }
@@ -519,6 +522,7 @@ void td_tx_destroy(struct td_tx *tx)
     }
     td_tx_drop_replies(tx);
     TD_LIST_FOREACH_SAFE (it, &tx->free_puts) free(TD_LIST_ENTRY(it, struct put, link));
+    TD_LIST_FOREACH_SAFE (it, &tx->flying_puts) free(TD_LIST_ENTRY(it, struct put, link));
     TD_LIST_FOREACH_SAFE (it, &tx->paths) free(TD_LIST_ENTRY(it, struct td_tx_path, link));
     TD_LIST_FOREACH_SAFE (it, &tx->peers) td_tx_peer_free(tx, TD_LIST_ENTRY(it, struct td_tx_life, link));
     free(tx->segs);

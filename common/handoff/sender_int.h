@@ -73,7 +73,7 @@ struct td_tx {
     struct td_tx_ports ports;
     struct td_tx_source src;
     uint64_t incarnation;
-    struct td_list sends, peers, paths, replies, free_puts;
+    struct td_list sends, peers, paths, replies, free_puts, flying_puts;
     uint32_t n_peers, n_replies;
     uint64_t window_bytes, put_bytes;
     bool is_detached;         /* the transfer goes away: nothing is posted, flushed or told any more */
