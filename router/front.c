@@ -3,7 +3,8 @@
  *
  * A client that reads too slowly: what is unsent to it is looked at after each event; above --max-client-backlog its
  * request ends with SLOW_CLIENT, and nobody else notices. A client that leaves: the request is told at once, but the
- * object stays until the pool thread that may be tokenising for it is done. */
+ * object stays until the pool thread that may be tokenising for it is done. A client that does not take the end of its
+ * answer: the call is dropped after a minute. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,6 +20,7 @@
 
 #define CLIENT_MAGIC 0x636c6e74u /* "clnt" */
 #define N_CHANNELS   5
+#define LINGER_NS    (60 * TD_NS_PER_S)
 
 struct delta {
     Tandem__V1__ChatChannel channel;
@@ -35,7 +37,8 @@ struct client {
     struct td_request request;
     bool is_chat, has_order, has_begun, is_encoding, has_sent;
     struct td_encode encode;
-    uint64_t t_sent; /* last event */
+    uint64_t t_sent;        /* last event */
+    struct td_timer linger; /* from the end of the request to that of the call */
     struct td_buf text;
     struct td_detok detok; /* Generate */
     /* Chat */
@@ -349,6 +352,15 @@ static void port_done(void *self, struct td_request *r, enum td_status st, const
         td_rpc_abort(k->call, st, text); /* it would not read what is queued either */
     else
         td_rpc_finish(k->call, st, st == TD_OK ? NULL : text);
+    ro->env->timer_start(ro->env, &k->linger, LINGER_NS);
+}
+
+static void on_linger(struct td_timer *t)
+{
+    struct client *k = TD_CONTAINER_OF(t, struct client, linger);
+    TD_WARN("client_does_not_read", "req=%s unsent_bytes=%llu", k->request.id,
+            (unsigned long long)td_rpc_queued_bytes(k->call));
+    td_rpc_abort(k->call, TD_E_SLOW_CLIENT, td_status_text(TD_E_SLOW_CLIENT));
 }
 
 void td_front_bind(struct td_router *ro)
@@ -532,6 +544,7 @@ static void on_closed(struct td_rpc_call *c, enum td_status st, const char *text
     struct client *k = client_of_call(c);
     (void)text;
     k->call = NULL;
+    k->router->env->timer_stop(k->router->env, &k->linger);
     td_request_on_client_gone(&k->request, st == TD_E_DEADLINE ? st : TD_E_CANCELED);
     free_if_over(k);
 }
@@ -548,6 +561,7 @@ static void open_client(struct td_rpc_call *c, struct td_router *ro, bool is_cha
     k->router = ro;
     k->call = c;
     k->is_chat = is_chat;
+    k->linger.fire = on_linger;
     td_request_init(&k->request, &ro->request_ports);
     td_detok_init(&k->detok, ro->tokenizer, false);
     uint64_t deadline = td_rpc_call_deadline_ns(c);

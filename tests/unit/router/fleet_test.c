@@ -1,6 +1,7 @@
 /* router/fleet.c: who is alive, by streams, reports and silence; who may join. */
 #include "tests/unit/router/router_world.h"
 
+#include "common/base/fault.h"
 #include "common/base/log.h"
 #include "router/fleet.h"
 
@@ -299,6 +300,20 @@ static void what_a_worker_holds_is_counted(void **state)
     td_fleet_release(&t->fleet, p, true);
 }
 
+static void a_failed_allocation_refuses_the_worker_and_leaves_no_trace(void **state)
+{
+    struct world *t = *state;
+    struct identity_message m;
+    identity_init(&m, DECODE, 1);
+    for (uint32_t k = 0; k < 2; k++) {
+        td_fault_arm(TD_FAULT_ALLOC, k, 1);
+        refuse(t, &m, TD_E_NO_MEMORY, "memory");
+        td_fault_disarm_all();
+        assert_true(td_list_is_empty(&t->fleet.workers));
+    }
+    join(t, &m, &join_a);
+}
+
 static void the_description_is_json_with_ages(void **state)
 {
     struct world *t = *state;
@@ -330,6 +345,7 @@ int main(void)
         T(a_worker_that_contradicts_the_fleet_is_refused_by_field),
         T(an_incarnation_cannot_be_borrowed),
         T(what_a_worker_holds_is_counted),
+        T(a_failed_allocation_refuses_the_worker_and_leaves_no_trace),
         T(the_description_is_json_with_ages),
     };
     td_log_open("test", TD_LOG_OFF);

@@ -2,6 +2,7 @@
  * told to. The order of news is the test's to choose. */
 #include "tests/unit/router/router_world.h"
 
+#include "common/base/fault.h"
 #include "common/base/log.h"
 #include "router/request.h"
 
@@ -919,6 +920,31 @@ static void random_lives_end_well(void **state)
     }
 }
 
+/* With the 1st, 2nd, ... allocation failing: the request ends, well or with NO_MEMORY, and nothing is left open. */
+static void every_failed_allocation_ends_the_request_in_order(void **state)
+{
+    (void)state;
+    unsigned n_failed = 0;
+    for (uint32_t k = 0; k < 40; k++) {
+        struct world t;
+        world_init(&t);
+        t.r.want_logprobs = true;
+        td_fault_arm(TD_FAULT_ALLOC, k, 1);
+        to_prefilling(&t);
+        two_tokens(&t);
+        first(&t);
+        run_done(&t);
+        two_tokens(&t);
+        finished(&t);
+        td_fault_disarm_all();
+        assert_int_equal(t.n_done, 1);
+        assert_true(t.done_st == TD_OK || t.done_st == TD_E_NO_MEMORY);
+        n_failed += t.done_st != TD_OK;
+        world_deinit(&t);
+    }
+    assert_true(n_failed > 3 && n_failed < 40); /* all of them were tried, and a life without failures is a good one */
+}
+
 static void the_description_names_state_and_age(void **state)
 {
     struct world *t = *state;
@@ -970,6 +996,7 @@ int main(void)
         T(a_deadline_in_the_past_ends_at_once),
         cmocka_unit_test(every_event_in_every_state_leads_to_one_result),
         cmocka_unit_test(random_lives_end_well),
+        cmocka_unit_test(every_failed_allocation_ends_the_request_in_order),
         T(the_description_names_state_and_age),
     };
     td_log_open("test", TD_LOG_OFF);
