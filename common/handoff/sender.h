@@ -43,8 +43,8 @@ enum td_status td_tx_create(const struct td_tx_ports *ports, const struct td_tx_
 void td_tx_set_window(struct td_tx *tx, uint64_t window_bytes, uint64_t put_bytes);
 /* The transfer is about to be destroyed: sends end as its requests come back, nothing is posted or told any more. */
 void td_tx_detach(struct td_tx *tx);
-/* After td_tx_detach and the transfer's destruction: nothing may be in flight. Sends get no ended any more. NULL is
- * fine. */
+/* After td_tx_detach and the transfer's destruction: what is still in flight never comes back. Sends get no ended any
+ * more. NULL is fine. */
 void td_tx_destroy(struct td_tx *tx);
 /* A decode worker's life is known from its descriptor; the peer stays until lost or replaced. Takes peer over: tx
  * closes it. */
