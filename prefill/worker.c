@@ -159,6 +159,7 @@ static void step(struct td_prefill_run *r, enum run_event ev, enum td_status st,
     if (to == RUN_COMPUTING) w->computing = r;
     if (to == RUN_LEAVING) {
         w->ports.env->timer_stop(w->ports.env, &r->deadline);
+        if (r->has_batch) atomic_store(&r->batch.is_abandoned, true); /* the pass ends after the layer it is in */
         if (st != TD_OK)
             TD_INFO("run_failed", "req=%s while=%s event=%s status=%s text=\"%s\"", r->req.id, state_names[from],
                     event_names[ev], td_status_name(st), text != NULL ? text : "");

@@ -3,6 +3,7 @@
 #ifndef TD_ENGINE_BATCH_H
 #define TD_ENGINE_BATCH_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -65,6 +66,9 @@ struct td_batch {
     struct td_segment *segments;
     uint32_t n_segments;
     bool want_layers; /* on_layer is called after each layer's KV is stored */
+    /* The only field that may be set after submit: nobody wants the results any more, and the pass ends between two layers
+     * with CANCELED. A long prompt's pages and compute come back within a layer's time. */
+    atomic_bool is_abandoned;
     void *user;
     uint64_t impl[32]; /* the engine's */
 };

@@ -156,7 +156,7 @@ static enum td_status run(struct td_engine *e, struct td_batch *b, struct layer_
     enum td_status st = td_forward_run(&e->forward, b, wants_layers ? on_layer : NULL, call);
     atomic_store(&e->step_start_ns, 0);
     pthread_mutex_unlock(&e->run_lock);
-    if (st != TD_OK) TD_ERROR("step_failed", "status=%s segments=%u", td_status_name(st), b->n_segments);
+    if (st != TD_OK && st != TD_E_CANCELED) TD_ERROR("step_failed", "status=%s segments=%u", td_status_name(st), b->n_segments);
     return st;
 }
 

@@ -271,6 +271,10 @@ enum td_status td_forward_run(struct td_forward *f, struct td_batch *b, void (*o
     TD_TRY(f->ops->rmsnorm(f->stream, &norm));
     for (uint32_t layer = 0; layer < c->n_layers; layer++) {
         bool is_last = layer + 1 == c->n_layers;
+        if (atomic_load_explicit(&b->is_abandoned, memory_order_relaxed)) {
+            st = TD_E_CANCELED;
+            goto out;
+        }
         TD_TRY(project(f, layer, &all, is_last ? TD_QKV_KV : TD_QKV_Q | TD_QKV_KV));
         if (on_layer != NULL) {
             TD_TRY(td_stream_sync(f->stream));
