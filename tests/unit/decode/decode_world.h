@@ -22,6 +22,9 @@
 #include "common/handoff/wire.h"
 #include "decode/worker.h"
 
+/* No program here uses every helper. */
+#pragma GCC diagnostic ignored "-Wunused-function"
+
 enum { PAGE = 4, WINDOW = 8, VOCAB = 64, CONTEXT = 60, MAX_PAGES = 512, MAX_IDS = 1024, ROUTERS = 3, MAX_STOPS = 64 };
 #define DECODE_ID  0xD0ull
 #define PREFILL_ID 0xF0ull
@@ -45,6 +48,7 @@ struct told { /* about one stream_id */
 struct router {
     struct td_decode_stream *stream;
     bool is_busy;
+    bool is_deaf; /* takes everything, writes nothing down */
     bool is_closed;
     enum td_status closed; /* with this */
     unsigned n_messages;
@@ -189,6 +193,7 @@ static enum td_status w_send(void *self, void *call, const Tandem__V1__DecodeEve
     struct router *r = call;
     (void)self;
     if (r->is_busy) return TD_E_BUSY;
+    if (r->is_deaf) return TD_OK;
     assert_false(r->is_closed);
     r->n_messages++;
     for (size_t i = 0; i < ev->n_reserved; i++) {

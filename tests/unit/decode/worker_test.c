@@ -761,6 +761,75 @@ static void random_traffic_survives_failed_allocations(void **state)
     for (uint64_t seed = 1001; seed <= 1100; seed++) random_traffic(seed, true);
 }
 
+/* Commands as a router packs them, with bytes changed on the way: whatever still decodes is handled. */
+static void damaged_commands_are_survived(void **state)
+{
+    (void)state;
+    uint32_t tokens[] = {1, 2, 3, 4, 5, 6, 7, 8, 9}, stop = STOP_ID;
+    Tandem__V1__Sampling s = TANDEM__V1__SAMPLING__INIT;
+    Tandem__V1__Sampling__LogitBiasEntry bias = TANDEM__V1__SAMPLING__LOGIT_BIAS_ENTRY__INIT,
+                                         *biases[] = {&bias, &bias};
+    s.seed_opt_case = TANDEM__V1__SAMPLING__SEED_OPT_SEED;
+    s.top_p_opt_case = TANDEM__V1__SAMPLING__TOP_P_OPT_TOP_P;
+    s.top_p = 0.5f;
+    s.n_logit_bias = 1;
+    s.logit_bias = biases;
+    Tandem__V1__TokenRequest q = TANDEM__V1__TOKEN_REQUEST__INIT;
+    q.request_id = "id";
+    q.token_ids = tokens;
+    q.n_token_ids = 9;
+    q.n_prompt = 7;
+    q.sampling = &s;
+    q.max_tokens = 8;
+    q.min_tokens = 2;
+    q.stop_ids = &stop;
+    q.n_stop_ids = 1;
+    q.n_logprobs = 2;
+    q.timeout_us = 5;
+    Tandem__V1__DecodeStart start_body = TANDEM__V1__DECODE_START__INIT;
+    start_body.request = &q;
+    Tandem__V1__DecodeCancel cancel_body = TANDEM__V1__DECODE_CANCEL__INIT;
+    unsigned n_decoded = 0;
+    for (uint64_t seed = 0; seed < 400; seed++) {
+        struct world *w = make_world((struct shape){0});
+        w->routers[0].is_deaf = true;
+        for (uint64_t i = 0; i < 40; i++) {
+            Tandem__V1__DecodeCommand c = TANDEM__V1__DECODE_COMMAND__INIT;
+            start_body.stream_id = cancel_body.stream_id = i / 2;
+            start_body.prefill = i % 3 == 0 ? 0 : PREFILL_ID;
+            bool is_start = td_rng_uniform(seed, i, 0) < 0.8;
+            c.command_case =
+                is_start ? TANDEM__V1__DECODE_COMMAND__COMMAND_START : TANDEM__V1__DECODE_COMMAND__COMMAND_CANCEL;
+            if (is_start)
+                c.start = &start_body;
+            else
+                c.cancel = &cancel_body;
+            uint8_t bytes[256];
+            size_t n = tandem__v1__decode_command__pack(&c, bytes);
+            assert_true(n < sizeof bytes);
+            for (uint64_t k = 0; k < 2; k++)
+                if (td_rng_uniform(seed, i, 3 + (uint32_t)k) < 0.7)
+                    bytes[(size_t)(td_rng_uniform(seed, i, 5 + (uint32_t)k) * (double)n)] =
+                        (uint8_t)(td_rng_uniform(seed, i, 7 + (uint32_t)k) * 256);
+            Tandem__V1__DecodeCommand *got = tandem__v1__decode_command__unpack(NULL, n, bytes);
+            if (got != NULL && got->command_case != TANDEM__V1__DECODE_COMMAND__COMMAND_PEER) {
+                n_decoded++;
+                td_decode_worker_on_command(w->worker, w->routers[0].stream, got);
+            }
+            if (got != NULL) tandem__v1__decode_command__free_unpacked(got, NULL);
+            if (td_rng_uniform(seed, i, 1) < 0.5) step(w, TD_OK);
+            if (w->n_stops > MAX_STOPS / 2) answer_stops(w);
+        }
+        lose_router(w, 0);
+        answer_stops(w);
+        run(w);
+        answer_stops(w);
+        expect_pages_back(w);
+        free_world(w);
+    }
+    assert_true(n_decoded > 4000);
+}
+
 int main(void)
 {
     td_log_open("test", TD_LOG_OFF);
@@ -794,6 +863,7 @@ int main(void)
         cmocka_unit_test(the_description_is_json_with_every_request),
         cmocka_unit_test(random_traffic_leaves_right_tokens_one_end_each_and_every_page),
         cmocka_unit_test(random_traffic_survives_failed_allocations),
+        cmocka_unit_test(damaged_commands_are_survived),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
