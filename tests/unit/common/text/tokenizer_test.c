@@ -1,4 +1,4 @@
-#include "text_cases.h"
+#include "tests/unit/common/text/text_cases.h"
 
 #include <openssl/evp.h>
 #include <pthread.h>
