@@ -64,6 +64,7 @@ struct world {
     uint32_t memory[TD_KV_N_GROUPS][MAX_PAGES][PAGE]; /* token + 1; 0: nothing */
     struct td_decode_worker *worker;
     struct td_batch *batch; /* in flight */
+    uint32_t max_batch, chunk;
     uint32_t n_steps, n_segments_last;
     struct router routers[ROUTERS];
     struct {
@@ -163,6 +164,13 @@ static enum td_status w_submit(void *self, struct td_batch *b)
     struct world *w = self;
     assert_null(w->batch);
     if (w->submit_status != TD_OK) return w->submit_status;
+    uint32_t n_tokens = 0, n_prompt_tokens = 0;
+    for (uint32_t i = 0; i < b->n_segments; i++) {
+        n_tokens += b->segments[i].n_tokens;
+        if (b->segments[i].n_tokens > 1) n_prompt_tokens += b->segments[i].n_tokens;
+    }
+    assert_true(b->n_segments >= 1 && b->n_segments <= w->max_batch); /* what the engine has memory for */
+    assert_true(n_prompt_tokens <= w->chunk && n_tokens <= w->max_batch + w->chunk);
     w->batch = b;
     return TD_OK;
 }
@@ -413,6 +421,8 @@ static struct world *make_world(struct shape s)
                                          .max_batch = s.max_batch != 0 ? s.max_batch : 8,
                                          .chunk_tokens = s.chunk != 0 ? s.chunk : 5,
                                          .quarantine_ms = 250};
+    w->max_batch = o.max_batch;
+    w->chunk = o.chunk_tokens;
     uint32_t n[TD_KV_N_GROUPS] = {s.n_sliding != 0 ? s.n_sliding : 100, s.n_full != 0 ? s.n_full : 200};
     for (int g = 0; g < TD_KV_N_GROUPS; g++) {
         w->kv[g] = (struct td_kv_group_layout){
