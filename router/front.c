@@ -14,20 +14,12 @@
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "common/metrics/metrics.h"
-#include "common/text/detok.h"
+#include "router/answer.h"
 #include "router/encode.h"
 #include "router/router_int.h"
 
 #define CLIENT_MAGIC 0x636c6e74u /* "clnt" */
-#define N_CHANNELS   5
 #define LINGER_NS    (60 * TD_NS_PER_S)
-
-struct delta {
-    Tandem__V1__ChatChannel channel;
-    uint32_t message;
-    size_t start, n; /* in text */
-    char *recipient; /* ours, or NULL */
-};
 
 struct client {
     uint32_t magic;
@@ -35,18 +27,11 @@ struct client {
     struct td_rpc_call *call; /* NULL: closed */
     struct td_list link;
     struct td_request request;
-    bool is_chat, has_order, has_begun, is_encoding, has_sent;
+    struct td_answer answer;
+    bool is_chat, has_order, has_begun, is_encoding;
     struct td_encode encode;
-    uint64_t t_sent;        /* last event */
+    uint64_t t_sent;        /* last event; 0: none yet */
     struct td_timer linger; /* from the end of the request to that of the call */
-    struct td_buf text;
-    struct td_detok detok; /* Generate */
-    /* Chat */
-    struct td_chat_parser *parser;
-    struct delta *deltas;
-    size_t n_deltas, cap_deltas;
-    bool failed;                       /* no memory for deltas */
-    uint32_t last_message[N_CHANNELS]; /* 1 + index of the last message with text on each channel */
 };
 
 static void free_if_over(struct client *k)
@@ -57,10 +42,7 @@ static void free_if_over(struct client *k)
     ro->n_clients--;
     td_request_deinit(&k->request);
     td_encode_deinit(&k->encode);
-    td_chat_parser_destroy(k->parser);
-    for (size_t i = 0; i < k->n_deltas; i++) free(k->deltas[i].recipient);
-    free(k->deltas);
-    td_buf_free(&k->text);
+    td_answer_deinit(&k->answer);
     k->magic = 0;
     free(k);
     td_router_client_left(ro);
@@ -79,167 +61,24 @@ struct td_params_facts td_front_facts(const struct td_router *ro)
     return f;
 }
 
-/* --- events out ------------------------------------------------------------------------------------------ */
+/* --- events out --------------------------------------------------------------------------------------------------- */
 
-static enum td_status send_event(struct client *k, const ProtobufCMessage *msg)
+/* The answer's events. Not OK ends the request. */
+static enum td_status send_event(void *user, const ProtobufCMessage *event)
 {
+    struct client *k = user;
     if (k->call == NULL) return TD_E_CANCELED;
-    enum td_status st = td_rpc_send(k->call, msg);
+    enum td_status st = td_rpc_send(k->call, event);
     if (st == TD_E_BUSY) return TD_E_SLOW_CLIENT;
     if (st != TD_OK) return st;
     uint64_t now = k->router->env->now_ns(k->router->env);
-    if (k->has_sent)
+    if (td_request_is_done(&k->request)) return TD_OK; /* the last event: no token came with it */
+    if (k->t_sent != 0)
         td_metric_observe(TD_M_itl_seconds, (double)(now - k->t_sent) / 1e9);
     else
         td_metric_observe(TD_M_ttft_seconds, (double)(now - k->request.t_received) / 1e9);
-    k->has_sent = true;
     k->t_sent = now;
     return td_rpc_queued_bytes(k->call) > k->router->cfg.max_client_backlog ? TD_E_SLOW_CLIENT : TD_OK;
-}
-
-static enum td_status emit_tokens(struct client *k, uint32_t n, Tandem__V1__PositionLogprobs *const *logprobs)
-{
-    struct td_request *r = &k->request;
-    td_buf_clear(&k->text);
-    uint32_t *ids = r->tokens + r->n_tokens - n;
-    for (uint32_t i = 0; i < n; i++) td_detok_feed(&k->detok, ids[i], &k->text);
-    if (k->text.failed) return TD_E_NO_MEMORY;
-    Tandem__V1__GenerateEvent e = TANDEM__V1__GENERATE_EVENT__INIT;
-    e.token_ids = ids;
-    e.n_token_ids = n;
-    e.text = (ProtobufCBinaryData){.data = k->text.data, .len = k->text.n};
-    if (logprobs != NULL) {
-        e.logprobs = (Tandem__V1__PositionLogprobs **)logprobs;
-        e.n_logprobs = n;
-    }
-    if (!k->has_sent) {
-        e.request_id = r->id;
-        e.seed = r->sampling->seed;
-    }
-    return send_event(k, &e.base);
-}
-
-static enum td_status emit_end(struct client *k, Tandem__V1__Usage *usage, Tandem__V1__Timing *timing)
-{
-    td_buf_clear(&k->text);
-    td_detok_end(&k->detok, &k->text);
-    Tandem__V1__GenerateEvent e = TANDEM__V1__GENERATE_EVENT__INIT;
-    e.text = (ProtobufCBinaryData){.data = k->text.data, .len = k->text.n};
-    e.finish_reason = k->request.finish_reason;
-    e.usage = usage;
-    e.timing = timing;
-    return td_rpc_send(k->call, &e.base);
-}
-
-/* --- chat events out ------------------------------------------------------------------------------------- */
-
-static Tandem__V1__ChatChannel channel_of(enum td_chat_kind kind)
-{
-    switch (kind) {
-    case TD_CHAT_REASONING: return TANDEM__V1__CHAT_CHANNEL__CHANNEL_REASONING;
-    case TD_CHAT_CONTENT: return TANDEM__V1__CHAT_CHANNEL__CHANNEL_FINAL;
-    case TD_CHAT_PREAMBLE: return TANDEM__V1__CHAT_CHANNEL__CHANNEL_PREAMBLE;
-    case TD_CHAT_CALL: return TANDEM__V1__CHAT_CHANNEL__CHANNEL_TOOL_CALL;
-    default: return TANDEM__V1__CHAT_CHANNEL__CHANNEL_NONE;
-    }
-}
-
-static struct delta *delta_for(struct client *k, Tandem__V1__ChatChannel channel, uint32_t message)
-{
-    struct delta *last = k->n_deltas > 0 ? &k->deltas[k->n_deltas - 1] : NULL;
-    if (last != NULL && last->channel == channel && last->message == message) return last;
-    if (k->n_deltas == k->cap_deltas) {
-        size_t cap = k->cap_deltas < 4 ? 4 : k->cap_deltas * 2;
-        struct delta *p = td_realloc(k->deltas, cap, sizeof *p);
-        if (p == NULL) {
-            k->failed = true;
-            return NULL;
-        }
-        k->deltas = p;
-        k->cap_deltas = cap;
-    }
-    last = &k->deltas[k->n_deltas++];
-    *last = (struct delta){.channel = channel, .message = message, .start = k->text.n};
-    return last;
-}
-
-static void on_chat_event(void *user, const struct td_chat_event *e)
-{
-    struct client *k = user;
-    Tandem__V1__ChatChannel channel = channel_of(e->kind);
-    if (channel == TANDEM__V1__CHAT_CHANNEL__CHANNEL_NONE) return;
-    if (e->type == TD_CHAT_MESSAGE_START && e->kind == TD_CHAT_CALL) {
-        struct delta *d = delta_for(k, channel, e->message);
-        if (d == NULL) return;
-        d->recipient = td_strdup(e->recipient != NULL ? e->recipient : "");
-        if (d->recipient == NULL) k->failed = true;
-    } else if (e->type == TD_CHAT_TEXT) {
-        struct delta *d = delta_for(k, channel, e->message);
-        if (d == NULL) return;
-        size_t before = k->text.n;
-        /* Texts of a channel put end to end read as the messages joined by line breaks. Calls are never joined. */
-        bool is_second = k->last_message[channel] != 0 && k->last_message[channel] != e->message + 1;
-        if (is_second && e->kind != TD_CHAT_CALL) td_buf_str(&k->text, "\n");
-        td_buf_put(&k->text, e->text.p, e->text.n);
-        d->n += k->text.n - before;
-        k->last_message[channel] = e->message + 1;
-    }
-}
-
-/* Sends what the parser has made since the last time. is_end: also without deltas. */
-static enum td_status flush_deltas(struct client *k, bool is_end, Tandem__V1__Usage *usage, Tandem__V1__Timing *timing)
-{
-    enum td_status st = TD_E_NO_MEMORY;
-    Tandem__V1__ChatDelta *deltas = NULL, **list = NULL;
-    if (k->failed || k->text.failed) goto out;
-    deltas = td_calloc(k->n_deltas + 1, sizeof *deltas);
-    list = td_calloc(k->n_deltas + 1, sizeof(void *));
-    if (deltas == NULL || list == NULL) goto out;
-    for (size_t i = 0; i < k->n_deltas; i++) {
-        const struct delta *d = &k->deltas[i];
-        tandem__v1__chat_delta__init(&deltas[i]);
-        deltas[i].channel = d->channel;
-        deltas[i].message_index = d->message;
-        if (d->n > 0) deltas[i].text = (ProtobufCBinaryData){.data = k->text.data + d->start, .len = d->n};
-        if (d->recipient != NULL) deltas[i].recipient = d->recipient;
-        list[i] = &deltas[i];
-    }
-    Tandem__V1__ChatEvent e = TANDEM__V1__CHAT_EVENT__INIT;
-    e.deltas = list;
-    e.n_deltas = k->n_deltas;
-    if (!k->has_sent) e.request_id = k->request.id;
-    if (is_end) {
-        e.finish_reason = k->request.finish_reason;
-        e.usage = usage;
-        e.timing = timing;
-        e.reasoning_tokens = (uint32_t)k->parser->n_reasoning_tokens;
-        st = td_rpc_send(k->call, &e.base);
-    } else {
-        st = send_event(k, &e.base);
-    }
-out:
-    free(deltas);
-    free(list);
-    for (size_t i = 0; i < k->n_deltas; i++) free(k->deltas[i].recipient);
-    k->n_deltas = 0;
-    td_buf_clear(&k->text);
-    return st;
-}
-
-static enum td_status emit_chat(struct client *k, uint32_t n)
-{
-    const struct td_request *r = &k->request;
-    for (uint32_t i = 0; i < n; i++) td_chat_parser_feed(k->parser, r->tokens[r->n_tokens - n + i]);
-    if (k->parser->failed) return TD_E_NO_MEMORY;
-    /* The first event goes out even if it says nothing yet: the client learns the id, and that the model has begun. */
-    return k->n_deltas > 0 || !k->has_sent || k->failed ? flush_deltas(k, false, NULL, NULL) : TD_OK;
-}
-
-static enum td_status emit_chat_end(struct client *k, Tandem__V1__Usage *usage, Tandem__V1__Timing *timing)
-{
-    td_chat_parser_end(k->parser, k->request.finish_reason == TANDEM__V1__FINISH_REASON__FINISH_LENGTH);
-    if (k->parser->failed) k->failed = true;
-    return flush_deltas(k, true, usage, timing);
 }
 
 /* --- what the request wants of us ------------------------------------------------------------------------ */
@@ -319,7 +158,7 @@ static enum td_status port_emit(void *self, struct td_request *r, uint32_t n,
     (void)self;
     struct client *k = client_of(r);
     td_metric_add(TD_M_generated_tokens, n);
-    return k->is_chat ? emit_chat(k, n) : emit_tokens(k, n, logprobs);
+    return td_answer_tokens(&k->answer, r, n, logprobs);
 }
 
 static void port_done(void *self, struct td_request *r, enum td_status st, const char *text)
@@ -327,12 +166,7 @@ static void port_done(void *self, struct td_request *r, enum td_status st, const
     struct td_router *ro = self;
     struct client *k = client_of(r);
     if (st == TD_OK && k->call != NULL) {
-        Tandem__V1__Usage usage;
-        Tandem__V1__Timing timing;
-        td_request_usage(r, &usage);
-        td_request_timing(r, &timing);
-        st = k->is_chat ? emit_chat_end(k, &usage, &timing) : emit_end(k, &usage, &timing);
-        if (st == TD_E_BUSY) st = TD_E_SLOW_CLIENT;
+        st = td_answer_end(&k->answer, r);
         text = td_status_text(st);
     }
     if (k->has_begun) {
@@ -507,8 +341,7 @@ static enum td_status order_chat(struct client *k, const Tandem__V1__ChatRequest
     enum td_status st = accept_order(k, m->model, m->request_id, m->sampling, m->stop, false, 0, err);
     if (st == TD_OK) st = td_encode_check_chat(m, err);
     if (st != TD_OK) return st;
-    struct td_chat_parser_options o = {.on_event = on_chat_event, .user = k};
-    st = ro->format->parser_create(ro->format, &o, &k->parser);
+    st = td_answer_init_chat(&k->answer, ro->format);
     if (st != TD_OK) return td_err_set(err, st, "no chat parser: %s", td_status_text(st));
     st = begin(k, err);
     if (st != TD_OK) return st;
@@ -563,7 +396,7 @@ static void open_client(struct td_rpc_call *c, struct td_router *ro, bool is_cha
     k->is_chat = is_chat;
     k->linger.fire = on_linger;
     td_request_init(&k->request, &ro->request_ports);
-    td_detok_init(&k->detok, ro->tokenizer, false);
+    td_answer_init(&k->answer, ro->tokenizer, send_event, k);
     uint64_t deadline = td_rpc_call_deadline_ns(c);
     k->request.deadline_ns =
         deadline != TD_NEVER_NS ? deadline : ro->env->now_ns(ro->env) + ro->cfg.request_timeout * TD_NS_PER_MS;
