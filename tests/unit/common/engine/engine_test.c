@@ -27,6 +27,7 @@ struct fixture {
     uint32_t n_events, n_done, stop_after;
     uint64_t oldest_step_ns;
     bool destroys_engine;
+    struct td_engine_handlers engine_handlers;
 };
 
 static void on_layer(struct td_engine *e, struct td_batch *b, uint32_t layer, void *user)
@@ -61,8 +62,8 @@ static void open_fixture(struct fixture *f, uint32_t layer_delay_ms)
     assert_int_equal(td_loop_create(&f->loop), TD_OK);
     struct td_engine_options o = f->t.engine;
     o.layer_delay_ms = layer_delay_ms;
-    struct td_engine_handlers h = {.on_layer = on_layer, .on_done = on_done};
-    if (td_engine_create(f->t.model, &o, f->loop, &h, f, &f->engine, &err) != TD_OK) fail_msg("%s", err.text);
+    f->engine_handlers = (struct td_engine_handlers){.on_layer = on_layer, .on_done = on_done};
+    if (td_engine_create(f->t.model, &o, f->loop, &f->engine_handlers, f, &f->engine, &err) != TD_OK) fail_msg("%s", err.text);
 }
 
 static void close_fixture(struct fixture *f)
@@ -129,6 +130,36 @@ static void two_batches_may_wait_and_run_in_order(void **state)
     f.stop_after = 3;
     assert_int_equal(td_loop_run(f.loop), TD_OK);
     assert_ptr_equal(f.events[2].b, &b[2]);
+    tiny_seq_close(&s);
+    close_fixture(&f);
+}
+
+static void abandon_at_the_first_layer(struct td_engine *e, struct td_batch *b, uint32_t layer, void *user)
+{
+    on_layer(e, b, layer, user);
+    atomic_store(&b->is_abandoned, true);
+}
+
+static void an_abandoned_batch_ends_between_two_layers(void **state)
+{
+    (void)state;
+    struct fixture f;
+    open_fixture(&f, 50); /* time for the loop to abandon it before the second layer */
+    f.engine_handlers.on_layer = abandon_at_the_first_layer;
+    td_engine_destroy(f.engine);
+    struct td_engine_options o = f.t.engine;
+    o.layer_delay_ms = 50;
+    assert_int_equal(td_engine_create(f.t.model, &o, f.loop, &f.engine_handlers, &f, &f.engine, NULL), TD_OK);
+    struct tiny_seq s;
+    tiny_seq_open(&f.t, &s, 64);
+    struct td_segment seg = tiny_next(&f.t, &s, words, 8, NULL);
+    struct td_batch b = {.segments = &seg, .n_segments = 1, .want_layers = true};
+    assert_int_equal(td_engine_submit(f.engine, &b), TD_OK);
+    f.stop_after = 1;
+    assert_int_equal(td_loop_run(f.loop), TD_OK);
+    assert_true(f.n_events < f.t.c->n_layers + 1);
+    assert_int_equal(f.events[f.n_events - 1].layer, -1);
+    assert_int_equal(f.events[f.n_events - 1].st, TD_E_CANCELED);
     tiny_seq_close(&s);
     close_fixture(&f);
 }
@@ -261,6 +292,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(results_come_back_as_mail_layers_first),
         cmocka_unit_test(two_batches_may_wait_and_run_in_order),
+        cmocka_unit_test(an_abandoned_batch_ends_between_two_layers),
         cmocka_unit_test(a_bad_batch_is_refused_and_takes_no_place),
         cmocka_unit_test(a_running_step_has_an_age_and_an_idle_engine_none),
         cmocka_unit_test(the_token_is_drawn_from_ids_that_name_one),
