@@ -416,15 +416,18 @@ static void a_client_that_leaves_stops_the_work_within_a_step(void **state)
     start(t, b, NULL);
     layers(t, 0, 2);
     happen_all(t->pair);
+    assert_false(atomic_load(&t->batches[0]->is_abandoned));
     td_prefill_worker_on_gone(t->w, run, TD_E_CANCELED);
+    assert_true(atomic_load(&t->batches[0]->is_abandoned));
     happen_all(t->pair);
     assert_int_equal(t->n_batches, 1); /* one at a time: what waits can still be cancelled */
     assert_source_free(t, false);      /* the engine still writes there */
     layers(t, 2, 3);
     assert_int_equal(n_ops(t->pair), 0); /* but nothing is put any more */
-    done(t, 0, TD_OK);
+    done(t, 0, TD_E_CANCELED);
     assert_int_equal(t->n_batches, 1); /* no second chunk of a: b's first */
     assert_int_equal(t->batches[0]->segments[0].n_tokens, 4);
+    assert_false(atomic_load(&t->batches[0]->is_abandoned));
     compute(t, 5);
     settle(t->pair);
     assert_int_equal(c->n_finish, 0);
