@@ -1,7 +1,10 @@
 /* Arguments of the ops in ops.def: plain C, raw pointers and shapes, shared by host and device code. Level 1: nothing
  * here knows a model or an engine. Legend: T rows (tokens of a batch), H residual width, Nq/Nkv heads of this rank, D
- * head size, E experts, k experts a token, I expert width of this rank, V vocabulary rows. Activations are f32 on the
- * CPU.
+ * head size, E experts, k experts a token, I expert width of this rank, V vocabulary rows.
+ *
+ * Activations: what is marked "act" below (normalised rows, queries, attention's output) has the backend's own type:
+ * f32 on the CPU, bf16 on CUDA (struct td_backend, act_bytes), packed, in buffers that would hold f32. All other floats
+ * are f32 everywhere, the residual and what collectives add among them.
  *
  * Row invariance. An output row depends on its own inputs and pages only, bit for bit: a dot product is one chain of
  * fused multiply-adds in rising index, and sums that tensor parallelism splits are cut into fixed pieces (struct
@@ -106,7 +109,7 @@ struct td_rope_args {
 struct td_rmsnorm_args {
     const float *x; /* [T, H] */
     const float *w; /* [H] */
-    float *y;       /* [T, H] out */
+    float *y;       /* [T, H] act, out */
     uint32_t n_rows, dim;
     float eps;
 };
@@ -121,13 +124,13 @@ struct td_kv_view {
 enum { TD_QKV_Q = 1, TD_QKV_KV = 2 };
 
 struct td_qkv_args {
-    const float *x;            /* [T, H], normalised */
+    const float *x;            /* [T, H] act, normalised */
     struct td_weight w;        /* rows: Nq heads of q, then Nkv of k, then Nkv of v */
     const float *cos, *sin;    /* [T, D / 2] */
     const uint32_t *positions; /* [T] */
     const uint32_t *row_page;  /* [T] page of this group that holds the row's position */
     struct td_kv_view kv;      /* K (rotated) and V out */
-    float *q;                  /* [T, Nq, D] out, rotated */
+    float *q;                  /* [T, Nq, D] act, out, rotated */
     uint32_t n_rows, n_heads, n_kv_heads, head_dim;
     uint32_t parts; /* TD_QKV_Q | TD_QKV_KV: what to compute */
 };
@@ -143,20 +146,21 @@ struct td_seq_rows {
 /* Softmax over visible keys and a sink: position p sees c <= p, with window w also p - c < w. Keys are walked in
  * absolute blocks of positions, so chunking changes nothing. */
 struct td_attention_args {
-    const float *q; /* [T, Nq, D] */
+    const float *q; /* [T, Nq, D] act */
     struct td_kv_view kv;
     const struct td_seq_rows *seqs; /* [n_seqs] */
     const uint32_t *pages;
-    uint32_t n_seqs;
-    const float *sinks; /* [Nq] raw logits; -inf: none */
-    float *out;         /* [T, Nq, D] out, may not overlap q */
+    uint32_t n_seqs, n_rows; /* n_rows: of all sequences together, rows 0 .. n_rows - 1 of q */
+    uint32_t n_single;       /* sequences of one row */
+    const float *sinks;      /* [Nq] raw logits; -inf: none */
+    float *out;              /* [T, Nq, D] act, out, may not overlap q */
     uint32_t n_heads, n_kv_heads, head_dim;
     uint32_t window; /* 0: none */
     float scale;
 };
 
 struct td_o_proj_args {
-    const float *x;          /* [T, Nq * D] */
+    const float *x;          /* [T, Nq * D] act */
     struct td_weight w;      /* [H, Nq * D]; its bias is add_norm's */
     struct td_pieces pieces; /* of Nq * D, one a KV head */
     float *y;                /* [T, H] out: sum of this rank's pieces */
@@ -168,13 +172,13 @@ struct td_add_norm_args {
     const float *y;    /* [T, H], summed over ranks */
     const float *bias; /* [H] */
     const float *w;    /* [H] of the norm */
-    float *t;          /* [T, H] out: rmsnorm(x) */
+    float *t;          /* [T, H] act, out: rmsnorm(x) */
     uint32_t n_rows, dim;
     float eps;
 };
 
 struct td_moe_args {
-    const float *x;                  /* [T, H], normalised */
+    const float *x;                  /* [T, H] act, normalised */
     struct td_weight router;         /* [E, H] with bias; all experts */
     const struct td_weight *gate_up; /* [E] each [2I, H], order GATE_UP; host array; data NULL: another rank's expert */
     const struct td_weight *down;    /* [E] each [H, I]; host array; its bias is moe_add_norm's */
@@ -194,12 +198,12 @@ struct td_moe_add_norm_args {
     const float *weights;   /* [T, k] */
     const float *down_bias; /* [E, H] */
     const float *w;         /* [H] of the norm that follows */
-    float *t;               /* [T, H] out */
+    float *t;               /* [T, H] act, out */
     uint32_t n_rows, dim, top_k;
     float eps;
 };
 
-struct td_gather_args {
+struct td_gather_args {   /* act rows count as rows of n * act_bytes / 4 floats */
     const float *x;       /* [*, dim] */
     const uint32_t *rows; /* [n_rows] */
     float *y;             /* [n_rows, dim] out, may not overlap x */
@@ -207,7 +211,7 @@ struct td_gather_args {
 };
 
 struct td_lm_head_args {
-    const float *x;     /* [n_rows, H] */
+    const float *x;     /* [n_rows, H] act */
     struct td_weight w; /* [V, H] */
     float *logits;      /* [n_rows, V] out */
     uint32_t n_rows;

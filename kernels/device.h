@@ -14,7 +14,8 @@ struct td_device;
 struct td_stream;
 
 struct td_device_options {
-    const char *backend; /* NULL or "cpu" */
+    const char *backend; /* NULL or "cpu"; "cuda" is a plug-in */
+    uint32_t index;      /* of several devices of one kind */
     const char
         *cpu_path; /* NULL: the best this processor has; "scalar", "avx2", "avx512" (tests: all give the same bits) */
 };
@@ -24,20 +25,36 @@ struct td_scratch_shape {
     uint32_t n_rows, top_k, n_experts, intermediate, hidden;
 };
 
+/* Work recorded once and replayed with the same arguments; buffers it names outlive it. */
+struct td_graph;
+
 struct td_backend {
     const char *name;
+    uint32_t act_bytes; /* of an activation (args.h): 4 f32, 2 bf16 */
     enum td_status (*open)(const struct td_device_options *o, struct td_device **out, struct td_err *err);
     void (*close)(struct td_device *d);
     enum td_status (*alloc)(struct td_device *d, size_t bytes, void **out); /* aligned to 64, not cleared */
     void (*free)(struct td_device *d, void *p);
     enum td_status (*upload)(struct td_device *d, void *to, const void *from_host, size_t bytes);
     enum td_status (*download)(struct td_device *d, void *to_host, const void *from, size_t bytes);
+    /* Host memory that copies to and from the device fast; cleared, aligned to 64. */
+    enum td_status (*alloc_host)(struct td_device *d, size_t bytes, void **out);
+    void (*free_host)(struct td_device *d, void *p);
     size_t (*packed_bytes)(const struct td_device *d, uint32_t n_out, uint32_t n_in, enum td_row_order order,
                            size_t *bias_out);
     size_t (*scratch_bytes)(const struct td_device *d, const struct td_scratch_shape *s);
     enum td_status (*stream_create)(struct td_device *d, uint32_t n_threads, struct td_stream **out);
     void (*stream_destroy)(struct td_stream *s);
     enum td_status (*stream_sync)(struct td_stream *s);
+    /* In stream order; the host memory is alloc_host's and stays untouched until the stream passes. */
+    enum td_status (*copy_in)(struct td_stream *s, void *to, const void *from_host, size_t bytes);
+    enum td_status (*copy_out)(struct td_stream *s, void *to_host, const void *from, size_t bytes);
+    /* NULL for a backend without graphs. */
+    enum td_status (*graph_begin)(struct td_stream *s);
+    enum td_status (*graph_end)(struct td_stream *s, struct td_graph **out);
+    enum td_status (*graph_launch)(struct td_stream *s, struct td_graph *g);
+    void (*graph_destroy)(struct td_device *d, struct td_graph *g);
+    const char *(*last_error)(const struct td_device *d); /* the first failure's text, "" if none */
     struct td_ops ops;
 };
 
@@ -48,13 +65,25 @@ struct td_stream {
     struct td_device *device;
 };
 
-/* UNSUPPORTED, with the reason, for a backend or path that this machine does not have. */
+/* What a plug-in exports, as TD_BACKEND_ENTRY. abi: TD_BACKEND_ABI of the program; NULL if the plug-in was built for
+ * another. */
+#define TD_BACKEND_ENTRY "td_backend_entry"
+#define TD_BACKEND_ABI                                                                                                 \
+    ((uint64_t)sizeof(struct td_backend) << 32 | (uint64_t)sizeof(struct td_attention_args) << 16 |                    \
+     sizeof(struct td_moe_args))
+typedef const struct td_backend *td_backend_entry_fn(uint64_t abi);
+
+/* UNSUPPORTED, with the reason, for a backend or path that this machine does not have. A plug-in libtandem-<backend>.so
+ * is looked for in TANDEM_PLUGIN_DIR if that is set, else in ../lib and . beside the program. */
 enum td_status td_device_open(const struct td_device_options *o, struct td_device **out, struct td_err *err);
 void td_device_close(struct td_device *d);                 /* NULL is fine; streams and memory go first */
 const char *td_device_describe(const struct td_device *d); /* "cpu" */
 
 enum td_status td_device_alloc(struct td_device *d, size_t bytes, void **out);
 void td_device_free(struct td_device *d, void *p); /* NULL is fine */
+enum td_status td_device_alloc_host(struct td_device *d, size_t bytes, void **out);
+void td_device_free_host(struct td_device *d, void *p); /* NULL is fine */
+/* At once; no stream is waited for. */
 enum td_status td_device_upload(struct td_device *d, void *to, const void *from_host, size_t bytes);
 enum td_status td_device_download(struct td_device *d, void *to_host, const void *from, size_t bytes);
 /* Bytes of a packed matrix; *bias_out: bytes of its bias. */
@@ -62,10 +91,20 @@ size_t td_device_packed_bytes(const struct td_device *d, uint32_t n_out, uint32_
                               size_t *bias_out);
 size_t td_device_scratch_bytes(const struct td_device *d, const struct td_scratch_shape *s);
 const struct td_ops *td_device_ops(const struct td_device *d);
+uint32_t td_device_act_bytes(const struct td_device *d);
+const char *td_device_last_error(const struct td_device *d); /* "" if none */
 
 /* n_threads: CPU only, 0: as many as the process may use. The caller's thread is one of them. */
 enum td_status td_stream_create(struct td_device *d, uint32_t n_threads, struct td_stream **out);
 void td_stream_destroy(struct td_stream *s); /* NULL is fine; waits */
 enum td_status td_stream_sync(struct td_stream *s);
+enum td_status td_stream_copy_in(struct td_stream *s, void *to, const void *from_host, size_t bytes);
+enum td_status td_stream_copy_out(struct td_stream *s, void *to_host, const void *from, size_t bytes);
+
+/* Graphs: what is enqueued between begin and end is recorded, not run. UNSUPPORTED on the CPU. */
+enum td_status td_graph_begin(struct td_stream *s);
+enum td_status td_graph_end(struct td_stream *s, struct td_graph **out);
+enum td_status td_graph_launch(struct td_stream *s, struct td_graph *g);
+void td_graph_destroy(struct td_device *d, struct td_graph *g); /* NULL is fine */
 
 #endif

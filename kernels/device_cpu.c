@@ -37,6 +37,13 @@ static enum td_status cpu_alloc(struct td_device *d, size_t bytes, void **out)
     return TD_OK;
 }
 
+static enum td_status cpu_alloc_host(struct td_device *d, size_t bytes, void **out)
+{
+    enum td_status st = cpu_alloc(d, bytes, out);
+    if (st == TD_OK) memset(*out, 0, bytes);
+    return st;
+}
+
 static void cpu_free(struct td_device *d, void *p)
 {
     (void)d;
@@ -93,6 +100,11 @@ static enum td_status cpu_stream_create(struct td_device *d, uint32_t n_threads,
     return TD_OK;
 }
 
+static enum td_status cpu_stream_copy(struct td_stream *s, void *to, const void *from, size_t bytes)
+{
+    return cpu_copy(s->device, to, from, bytes);
+}
+
 static enum td_status cpu_stream_sync(struct td_stream *s)
 {
     (void)s;
@@ -101,17 +113,22 @@ static enum td_status cpu_stream_sync(struct td_stream *s)
 
 const struct td_backend td_backend_cpu = {
     .name = "cpu",
+    .act_bytes = sizeof(float),
     .open = cpu_open,
     .close = cpu_close,
     .alloc = cpu_alloc,
     .free = cpu_free,
     .upload = cpu_copy,
     .download = cpu_copy,
+    .alloc_host = cpu_alloc_host,
+    .free_host = cpu_free,
     .packed_bytes = cpu_packed_bytes,
     .scratch_bytes = cpu_scratch_bytes,
     .stream_create = cpu_stream_create,
     .stream_destroy = cpu_stream_destroy,
     .stream_sync = cpu_stream_sync,
+    .copy_in = cpu_stream_copy,
+    .copy_out = cpu_stream_copy,
     .ops =
         {
 #define X(op, meaning) .op = td_cpu_##op,

@@ -84,7 +84,7 @@ void td_forward_free(struct td_forward *f)
 
 /* The rows that go through a layer: all of the batch, or its tail. */
 struct rows {
-    uint32_t n, n_seqs;
+    uint32_t n, n_seqs, n_single;
     float *x, *t, *cos, *sin;
     const uint32_t *positions;
     const struct td_seq_rows *seqs[TD_KV_N_GROUPS];
@@ -126,6 +126,8 @@ static enum td_status finish_layer(struct td_forward *f, uint32_t layer, const s
         .seqs = r->seqs[g],
         .pages = g == TD_KV_SLIDING ? ws->pages_sliding.dev : ws->pages_full.dev,
         .n_seqs = r->n_seqs,
+        .n_rows = r->n,
+        .n_single = r->n_single,
         .sinks = w->sinks,
         .out = ws->heads.dev,
         .n_heads = c->n_heads,
@@ -195,6 +197,7 @@ static enum td_status take_tail(struct td_forward *f, const struct rows *all, st
     TD_TRY(f->ops->gather(f->stream, &g));
     g.x = all->t;
     g.y = ws->tail_t.dev;
+    g.dim = f->c->hidden * td_device_act_bytes(ws->device) / (uint32_t)sizeof(float);
     TD_TRY(f->ops->gather(f->stream, &g));
     g.dim = f->c->head_dim / 2;
     g.x = all->cos;
@@ -205,6 +208,7 @@ static enum td_status take_tail(struct td_forward *f, const struct rows *all, st
     TD_TRY(f->ops->gather(f->stream, &g));
     *out = (struct rows){.n = f->n_tail,
                          .n_seqs = f->n_tail,
+                         .n_single = f->n_tail,
                          .x = ws->tail_x.dev,
                          .t = ws->tail_t.dev,
                          .cos = ws->tail_cos.dev,
@@ -221,14 +225,16 @@ static enum td_status finish(struct td_forward *f, struct td_batch *b, const str
     uint32_t vocab = f->c->vocab, n_at_once = (uint32_t)(ws->logits.n / vocab);
     for (uint32_t first = 0; first < tail->n; first += n_at_once) {
         uint32_t n = tail->n - first < n_at_once ? tail->n - first : n_at_once;
+        const char *t = (const char *)tail->t + (size_t)first * f->c->hidden * td_device_act_bytes(ws->device);
         struct td_lm_head_args a = {
-            .x = tail->t + (size_t)first * f->c->hidden, .w = f->w->lm_head, .logits = ws->logits.dev, .n_rows = n};
+            .x = (const float *)(const void *)t, .w = f->w->lm_head, .logits = ws->logits.dev, .n_rows = n};
         enum td_status st = f->ops->lm_head(f->stream, &a);
         if (st == TD_OK) st = td_stream_sync(f->stream);
         for (uint32_t i = 0; i < n && st == TD_OK; i++) {
             struct td_segment *s = &b->segments[ws->tail_segments.host[first + i]];
             float *row = ws->host_logits.host;
-            st = td_device_download(ws->device, row, ws->logits.dev + (size_t)i * vocab, vocab * sizeof *row);
+            st = td_stream_copy_out(f->stream, row, ws->logits.dev + (size_t)i * vocab, vocab * sizeof *row);
+            if (st == TD_OK) st = td_stream_sync(f->stream);
             if (st != TD_OK) break;
             if (s->logits_out != NULL) memcpy(s->logits_out, row, vocab * sizeof *row);
             /* Rows past n_token_ids name no token and cannot be drawn. */
@@ -248,6 +254,7 @@ enum td_status td_forward_run(struct td_forward *f, struct td_batch *b, void (*o
     TD_TRY(td_plan_make(f, b));
     struct rows all = {.n = f->n_rows,
                        .n_seqs = b->n_segments,
+                       .n_single = f->n_single,
                        .x = ws->x.dev,
                        .t = ws->t.dev,
                        .cos = ws->cos.dev,

@@ -16,7 +16,7 @@ struct td_forward {
     struct td_workspace ws;
     struct td_pieces o_pieces, down_pieces;
     uint32_t n_pages_max[TD_KV_N_GROUPS]; /* of one segment */
-    uint32_t n_rows, n_tail;              /* of the batch that runs */
+    uint32_t n_rows, n_tail, n_single;    /* of the batch that runs; n_single: segments of one row */
     /* For tests: hidden state after the embedding (layer -1), each layer, and the final norm (layer L): the rows that
      * are there, which for the last two are the tail rows. ids: experts chosen in the layer, or NULL. */
     void (*probe)(void *user, int32_t layer, const float *x, uint32_t n_rows, const uint32_t *ids);

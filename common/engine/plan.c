@@ -74,7 +74,7 @@ static void plan_group(struct td_forward *f, enum td_kv_group g, const struct td
 
 #define UPLOAD(name, count)                                                                                            \
     do {                                                                                                               \
-        st = td_device_upload(ws->device, ws->name.dev, ws->name.host, (count) * sizeof *ws->name.host);               \
+        st = td_stream_copy_in(f->stream, ws->name.dev, ws->name.host, (count) * sizeof *ws->name.host);               \
         if (st != TD_OK) return st;                                                                                    \
     } while (0)
 
@@ -91,7 +91,7 @@ enum td_status td_plan_make(struct td_forward *f, const struct td_batch *b)
                         .seqs = ws->seqs_full.host,
                         .tail = ws->tail_full.host},
     };
-    f->n_rows = f->n_tail = 0;
+    f->n_rows = f->n_tail = f->n_single = 0;
     for (uint32_t i = 0; i < b->n_segments; i++) {
         const struct td_segment *s = &b->segments[i];
         bool has_tail = s->want_token || s->logits_out != NULL;
@@ -102,6 +102,7 @@ enum td_status td_plan_make(struct td_forward *f, const struct td_batch *b)
             ws->positions.host[f->n_rows + k] = s->start + k;
         }
         f->n_rows += s->n_tokens;
+        if (s->n_tokens == 1) f->n_single++;
         if (!has_tail) continue;
         ws->tail_rows.host[f->n_tail] = f->n_rows - 1;
         ws->tail_segments.host[f->n_tail] = i;

@@ -1,10 +1,8 @@
 #include "common/engine/workspace.h"
 
 #include <stdbool.h>
-#include <stdlib.h>
 
 #include "common/base/log.h"
-#include "common/base/mem.h"
 
 enum where { PLAN, DEVICE, HOST };
 
@@ -15,11 +13,8 @@ static enum td_status reserve(struct td_workspace *w, enum where where, const ch
     size_t bytes;
     if (__builtin_mul_overflow(n, size, &bytes)) st = TD_E_NO_MEMORY;
     if (st == TD_OK && where != DEVICE) {
-        *host = td_calloc(n, size);
-        if (*host == NULL)
-            st = TD_E_NO_MEMORY;
-        else
-            w->host_bytes += bytes;
+        st = td_device_alloc_host(w->device, bytes, host);
+        if (st == TD_OK) w->host_bytes += bytes;
     }
     if (st == TD_OK && where != HOST) {
         st = td_device_alloc(w->device, bytes, dev);
@@ -56,7 +51,7 @@ out:
 void td_workspace_free(struct td_workspace *w)
 {
 #define X(where, type, name, count, shape)                                                                             \
-    free(w->name.host);                                                                                                \
+    td_device_free_host(w->device, w->name.host);                                                                      \
     td_device_free(w->device, w->name.dev);
 #include "common/engine/workspace.def"
 #undef X
