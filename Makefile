@@ -45,7 +45,7 @@ WORKER_LAYERS := common/base common/config common/metrics common/text kernels co
                  common/transfer common/coll common/model common/engine common/handoff
 link_libs     = $(foreach l,$(call reverse,$(1)),$(call lib_of,$(l))) $(BUILD)/lib/libproto.a $(BUILD)/lib/libllhttp.a
 
-BASE_LIBS   := -lgrpc -lgpr $(shell $(PKG_CONFIG) --libs libuv jansson libpcre2-8 libxxhash libprotobuf-c openssl 2>/dev/null) -lm -ldl
+BASE_LIBS   := -lgrpc -lgpr $(shell $(PKG_CONFIG) --libs libuv jansson libpcre2-8 libxxhash libprotobuf-c openssl zlib 2>/dev/null) -lm -ldl
 UCX_LIBS    := $(shell $(PKG_CONFIG) --libs ucx 2>/dev/null)
 CPPFLAGS    += $(shell $(PKG_CONFIG) --cflags libuv jansson libpcre2-8 libxxhash libprotobuf-c ucx openssl 2>/dev/null) -I$(LLHTTP_INC)
 
@@ -166,7 +166,9 @@ bench: $(BENCH_PROGS)   ## build the benchmark programs into build/bin/bench
 
 # ---- CUDA: the plug-in, where nvcc is ------------------------------------------------------------------------------------------
 CU_SRC     := $(wildcard kernels/cuda/*.cu)
-NVCCFLAGS  := -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a -Xcompiler -fPIC,-Wall -Werror all-warnings
+CU_C_SRC   := $(wildcard kernels/cuda/*.c)
+CU_OBJ     := $(CU_SRC:%=$(BUILD)/obj/%.o) $(CU_C_SRC:%.c=$(BUILD)/obj/%.o)
+NVCCFLAGS  := -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Xcompiler -fPIC,-Wall -Werror all-warnings
 CUDA_HOME  := $(patsubst %/bin/nvcc,%,$(NVCC))
 ifneq ($(and $(NVCC),$(CU_SRC)),)
 all: $(BUILD)/lib/libtandem-cuda.so
@@ -174,10 +176,40 @@ $(BUILD)/obj/%.cu.o: %.cu
 	@mkdir -p $(@D)
 	$(call say,nvcc,$<)
 	$(Q)$(NVCC) $(NVCCFLAGS) -I. -MMD -MP -c -o $@ $<
-$(BUILD)/lib/libtandem-cuda.so: $(CU_SRC:%=$(BUILD)/obj/%.o)
+$(BUILD)/obj/kernels/cuda/%.o: kernels/cuda/%.c
+	@mkdir -p $(@D)
+	$(call say,cc  ,$<)
+	$(Q)$(CC) -I. -isystem $(CUDA_HOME)/include -D_GNU_SOURCE -std=c17 -g $(OPT) $(WARN) -fPIC -pthread -MMD -MP -c -o $@ $<
+$(BUILD)/lib/libtandem-cuda.so: $(CU_OBJ)
 	@mkdir -p $(@D)
 	$(call say,nvcc,$@)
-	$(Q)$(NVCC) -shared -o $@ $^ -lcublasLt
+	$(Q)$(NVCC) -shared -o $@ $^
+
+# A folder that needs nothing but a driver where it runs: checks, benchmark, plug-in, checkpoint. GPU_HERE: this machine has one.
+GPU_TREE   := $(BUILD)/gpu
+GPU_LIBS   := $(call link_libs,common/base kernels common/loop common/model common/engine)
+GPU_STATIC := -l:libuv_a.a -l:libjansson.a -l:libxxhash.a -lm -ldl
+GPU_HERE    = $(wildcard /dev/nvidia0)
+$(GPU_TREE)/bin/%: $(BUILD)/obj/tests/kernels/%.o $(BUILD)/obj/tests/kernels/pair.o $(BUILD)/obj/tests/kernels/golden.o $(GPU_LIBS)
+	@mkdir -p $(@D)
+	$(call say,link,$@)
+	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(GPU_STATIC)
+$(GPU_TREE)/lib/libtandem-cuda.so: $(BUILD)/lib/libtandem-cuda.so
+	@mkdir -p $(@D)
+	$(Q)cp $< $@
+$(GPU_TREE)/.data: tests/kernels/run tests/tiny/goldens.json $(wildcard tests/tiny/tiny-model/*)
+	@mkdir -p $(GPU_TREE)/tests/tiny
+	$(Q)cp -r tests/tiny/tiny-model tests/tiny/goldens.json $(GPU_TREE)/tests/tiny/
+	$(Q)cp tests/kernels/run tests/kernels/peer.py $(GPU_TREE)/ && touch $@
+.PHONY: gpu-tree
+gpu-tree: $(GPU_TREE)/bin/cuda_test $(GPU_TREE)/bin/cuda_bench $(GPU_TREE)/lib/libtandem-cuda.so $(GPU_TREE)/.data
+endif
+.PHONY: test-gpu
+test-gpu: $(if $(NVCC),gpu-tree) ## check the CUDA kernels; without a GPU, make the folder build/gpu to run on one
+ifeq ($(NVCC),)
+	@echo "test-gpu: no nvcc on this machine, so there is nothing to test"
+else
+	@$(if $(GPU_HERE),$(GPU_TREE)/run,echo "test-gpu: no GPU here; copy $(GPU_TREE) to a machine with one and start ./run there")
 endif
 
 # ---- what people call -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@
  * [RECV_INITIAL_METADATA+RECV_MESSAGE] ... Closed once the status and every other operation came back: two pollers may
  * swap their order. Sends start when the loop is about to block, so that a message and the end behind it leave as one
  * batch. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,6 +19,7 @@
 #include "common/base/mem.h"
 #include "common/metrics/metrics.h"
 #include "common/rpc/codec.h"
+#include "common/rpc/inflate.h"
 #include "common/rpc/rpc_int.h"
 
 #define CALL_MAGIC 0x63616c6cu /* "call" */
@@ -167,6 +169,12 @@ static void close_client(struct td_rpc_call *c)
     c->h.on_closed(c, st, c->end_text != NULL ? c->end_text : "");
 }
 
+static void stop_first_wait(struct td_rpc_call *c)
+{
+    struct td_env *env = td_loop_env(c->rpc->loop);
+    env->timer_stop(env, &c->first_wait);
+}
+
 /* Runs on_closed when its time has come, and frees the call when nothing of it is left with core. */
 static void settle(struct td_rpc_call *c)
 {
@@ -174,6 +182,7 @@ static void settle(struct td_rpc_call *c)
                                 : c->is_end_received && c->n_in_flight == 0;
     if (is_over && !c->is_closed) {
         c->is_closed = true;
+        stop_first_wait(c);
         drop_queue(c);
         td_list_remove(&c->dirty_link);
         if (c->is_server)
@@ -225,6 +234,19 @@ static void refuse(struct td_rpc_call *c, enum td_status st, const char *text)
     td_rpc_abort(c, c->is_server ? st : TD_E_PROTOCOL, text);
 }
 
+static enum td_status decode_compressed(const struct td_rpc_call *c, grpc_slice bytes, struct td_codec *k,
+                                        ProtobufCMessage **out, struct td_err *err)
+{
+    uint8_t *plain;
+    size_t n;
+    enum td_status st =
+        td_inflate(GRPC_SLICE_START_PTR(bytes), GRPC_SLICE_LENGTH(bytes), c->max_incoming_bytes, &plain, &n, err);
+    if (st != TD_OK) return td_err_prefix(err, st, "%s", c->incoming->name);
+    st = td_codec_unpack(k, c->incoming, plain, n, c->max_incoming_bytes, out, err);
+    free(plain);
+    return st;
+}
+
 static enum td_status decode(const struct td_rpc_call *c, grpc_byte_buffer *arrived, struct td_codec *k,
                              ProtobufCMessage **out, struct td_err *err)
 {
@@ -239,8 +261,10 @@ static enum td_status decode(const struct td_rpc_call *c, grpc_byte_buffer *arri
         return td_err_set(err, TD_E_INVALID, "%s cannot be read", c->incoming->name);
     grpc_slice bytes = grpc_byte_buffer_reader_readall(&reader);
     grpc_byte_buffer_reader_destroy(&reader);
-    enum td_status st = td_codec_unpack(k, c->incoming, GRPC_SLICE_START_PTR(bytes), GRPC_SLICE_LENGTH(bytes),
-                                        c->max_incoming_bytes, out, err);
+    enum td_status st = arrived->data.raw.compression != GRPC_COMPRESS_NONE
+                            ? decode_compressed(c, bytes, k, out, err)
+                            : td_codec_unpack(k, c->incoming, GRPC_SLICE_START_PTR(bytes), GRPC_SLICE_LENGTH(bytes),
+                                              c->max_incoming_bytes, out, err);
     grpc_slice_unref(bytes); /* the message holds copies */
     return st;
 }
@@ -269,6 +293,7 @@ static void on_read(struct rpc_tag *t, bool ok)
     (void)ok; /* a failure leaves arrived NULL, and the end says why */
     struct td_rpc_call *c = TD_CONTAINER_OF(t, struct td_rpc_call, read);
     c->n_in_flight--;
+    stop_first_wait(c);
     if (c->arrived == NULL) {
         if (c->is_server && !is_deaf(c) && !grpc_call_failed_before_recv_message(c->call)) {
             if (c->h.on_half_close != NULL)
@@ -316,11 +341,14 @@ static grpc_op end_op(struct td_rpc_call *c)
     op.data.send_status_from_server.status = rpc_status_to_grpc(c->end_status);
     c->end_slice = grpc_slice_from_copied_string(c->end_text != NULL ? c->end_text : "");
     op.data.send_status_from_server.status_details = &c->end_slice;
-    c->md = td_calloc(1, sizeof *c->md);
+    c->md = td_calloc(2, sizeof *c->md); /* without memory the code goes alone */
     if (c->md != NULL) {
-        c->md->key = grpc_slice_from_static_string(RPC_STATUS_KEY);
-        c->md->value = grpc_slice_from_static_string(td_status_name(c->end_status));
-        c->n_md = 1;
+        c->md[c->n_md].key = grpc_slice_from_static_string(RPC_STATUS_KEY);
+        c->md[c->n_md++].value = grpc_slice_from_static_string(td_status_name(c->end_status));
+    }
+    if (c->md != NULL && c->end_status != TD_OK) {
+        c->md[c->n_md].key = grpc_slice_from_static_string(RPC_DETAILS_KEY);
+        c->md[c->n_md++].value = rpc_status_details(c->end_status, c->end_text != NULL ? c->end_text : "");
     }
     op.data.send_status_from_server.trailing_metadata_count = c->n_md;
     op.data.send_status_from_server.trailing_metadata = c->md;
@@ -374,10 +402,25 @@ void rpc_call_mark_dirty(struct td_rpc_call *c)
     if (td_list_is_empty(&c->dirty_link)) td_list_push_back(&c->rpc->dirty, &c->dirty_link);
 }
 
+/* A client may promise a call and never make it: without a deadline nothing else would end it while the client lives.
+ */
+static void on_first_wait_over(struct td_timer *t)
+{
+    struct td_rpc_call *c = TD_CONTAINER_OF(t, struct td_rpc_call, first_wait);
+    char text[64];
+    snprintf(text, sizeof text, "no request message within %u ms", c->rpc->opt.first_message_ms);
+    td_rpc_finish(c, TD_E_DEADLINE, text);
+}
+
 void rpc_call_begin_server(struct td_rpc_call *c)
 {
+    struct td_env *env = td_loop_env(c->rpc->loop);
     start_end(c);
-    if (c->method != NULL) start_read(c);
+    if (c->method == NULL) return;
+    start_read(c);
+    c->first_wait.fire = on_first_wait_over;
+    if (c->deadline_ns == TD_NEVER_NS)
+        env->timer_start(env, &c->first_wait, c->rpc->opt.first_message_ms * TD_NS_PER_MS);
 }
 
 /* Packs straight into the slice that core sends. */

@@ -33,8 +33,9 @@ enum td_status td_rpc_channel_open(struct td_rpc *r, const char *address, struct
         RPC_INT_ARG(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0),
         RPC_INT_ARG(GRPC_ARG_HTTP2_BDP_PROBE, 0), /* the reader's window bounds what the writer can lose in buffers */
         RPC_INT_ARG(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, RPC_MAX_REPLY_BYTES),
-        RPC_INT_ARG(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1), /* a channel is a connection of its own */
-        RPC_INT_ARG(GRPC_ARG_ENABLE_HTTP_PROXY, 0),         /* no environment variable redirects a cluster's inside */
+        RPC_INT_ARG(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0), /* inflate.c does it, within the limit */
+        RPC_INT_ARG(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1),        /* a channel is a connection of its own */
+        RPC_INT_ARG(GRPC_ARG_ENABLE_HTTP_PROXY, 0), /* no environment variable redirects a cluster's inside */
         RPC_INT_ARG(GRPC_ARG_SERVICE_CONFIG_DISABLE_RESOLUTION, 1),
     };
     grpc_channel_args list = {TD_COUNT(args), args};

@@ -127,7 +127,7 @@ enum td_status td_codec_unpack(struct td_codec *k, const ProtobufCMessageDescrip
     const ProtobufCFieldDescriptor *bad = find_bad_text(msg);
     if (bad != NULL) {
         td_codec_release(k, msg);
-        return td_err_set(err, TD_E_INVALID, "field %s of %s is not valid UTF-8", bad->name, type->name);
+        return td_err_set(err, TD_E_INVALID, "%s: is not valid UTF-8, in %s", bad->name, type->name);
     }
     *out = msg;
     return TD_OK;

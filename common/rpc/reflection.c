@@ -130,4 +130,3 @@ void rpc_reflection_open(struct td_rpc_call *c, void *service)
         .on_message = on_question, .on_half_close = on_half_close, .on_closed = on_closed};
     td_rpc_call_accept(c, &h, service);
 }
-

@@ -15,6 +15,7 @@
 #define DEFAULT_KEEPALIVE_MS         10000u
 #define DEFAULT_KEEPALIVE_TIMEOUT_MS 5000u
 #define DEFAULT_MAX_QUEUED_BYTES     (1u << 20)
+#define DEFAULT_FIRST_MESSAGE_MS     30000u
 
 /* libgrpc is not built with the sanitizer: tell it that a tag's memory passes from one thread to the other through
  * core. */
@@ -220,6 +221,7 @@ enum td_status td_rpc_create(struct td_loop *loop, const struct td_rpc_options *
     if (r->opt.keepalive_ms == 0) r->opt.keepalive_ms = DEFAULT_KEEPALIVE_MS;
     if (r->opt.keepalive_timeout_ms == 0) r->opt.keepalive_timeout_ms = DEFAULT_KEEPALIVE_TIMEOUT_MS;
     if (r->opt.max_queued_bytes == 0) r->opt.max_queued_bytes = DEFAULT_MAX_QUEUED_BYTES;
+    if (r->opt.first_message_ms == 0) r->opt.first_message_ms = DEFAULT_FIRST_MESSAGE_MS;
     td_list_init(&r->dirty);
     td_list_init(&r->calls);
     td_list_init(&r->channels);

@@ -36,7 +36,7 @@ struct td_rpc_handlers {
 struct td_rpc_method {
     const char *path; /* "/tandem.v1.Inference/Generate" */
     const ProtobufCMessageDescriptor *request, *reply;
-    uint32_t max_request_bytes; /* per message; a larger one ends the call with RESOURCE_EXHAUSTED */
+    uint32_t max_request_bytes; /* per message, decompressed; a larger one ends the call with RESOURCE_EXHAUSTED */
     /* A call arrived; its deadline and metadata are known. Sets user and handlers with td_rpc_call_accept, or refuses
      * with td_rpc_finish (then no callback follows unless it was accepted before). */
     void (*on_open)(struct td_rpc_call *c, void *service);
@@ -47,6 +47,8 @@ struct td_rpc_options {
     uint32_t keepalive_ms;         /* 0: 10000 */
     uint32_t keepalive_timeout_ms; /* 0: 5000 */
     uint32_t max_queued_bytes;     /* unsent bytes per call before td_rpc_send says BUSY; 0: 1 MiB */
+    /* A call without a deadline must bring its first message within this, or ends as DEADLINE; 0: 30000. */
+    uint32_t first_message_ms;
 };
 
 enum td_status td_rpc_create(struct td_loop *loop, const struct td_rpc_options *o, struct td_rpc **out);
@@ -76,7 +78,9 @@ const char *td_rpc_call_peer(const struct td_rpc_call *c);
  * ending. */
 enum td_status td_rpc_send(struct td_rpc_call *c, const ProtobufCMessage *msg);
 uint64_t td_rpc_queued_bytes(const struct td_rpc_call *c);
-/* Server: ends the call after everything queued. text may be NULL. on_closed follows. Further sends are refused. */
+/* Server: ends the call after everything queued. text may be NULL. on_closed follows. Further sends are refused.
+ * An INVALID text that begins with the field's path ("sampling.top_p: is 3, ...") names it in the status details too.
+ */
 void td_rpc_finish(struct td_rpc_call *c, enum td_status st, const char *text);
 void td_rpc_half_close(struct td_rpc_call *c); /* client: after everything queued */
 void td_rpc_cancel(struct td_rpc_call *c);     /* client; on_closed follows */

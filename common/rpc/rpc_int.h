@@ -21,6 +21,7 @@
 #define RPC_MAX_REPLY_BYTES  (4u << 20)
 #define RPC_MAX_STATUS_BYTES 1024u /* of a status text; headers are limited to 16 KiB and escapes triple it */
 #define RPC_STATUS_KEY       "tandem-status"
+#define RPC_DETAILS_KEY      "grpc-status-details-bin"
 #define RPC_REFLECTION       "grpc.reflection.v1.ServerReflection"
 #define RPC_REFLECTION_ALPHA "grpc.reflection.v1alpha.ServerReflection" /* served for older tools, not listed */
 
@@ -134,6 +135,7 @@ struct td_rpc_call {
     grpc_byte_buffer *arrived;
     uint64_t n_messages;
     bool is_read_started;
+    struct td_timer first_wait; /* server: for the first message of a call without a deadline */
 
     /* sending */
     struct td_list out; /* rpc_out.link */
@@ -147,7 +149,7 @@ struct td_rpc_call {
     enum td_status end_status;
     char *end_text; /* NULL: none */
     grpc_slice end_slice;
-    grpc_metadata *md; /* client: request's; server: the status trailer */
+    grpc_metadata *md; /* client: request's; server: the trailers */
     size_t n_md;
     bool wait_for_ready;
 
@@ -191,6 +193,9 @@ void rpc_health_changed(struct td_rpc *r);
 
 /* reflection.c */
 void rpc_reflection_open(struct td_rpc_call *c, void *service);
+
+/* details.c: packed, for RPC_DETAILS_KEY. text is clean UTF-8 of at most RPC_MAX_STATUS_BYTES. */
+grpc_slice rpc_status_details(enum td_status st, const char *text);
 
 /* status.c */
 grpc_status_code rpc_status_to_grpc(enum td_status st);

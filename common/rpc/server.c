@@ -20,8 +20,7 @@
 #define MAX_METADATA_BYTES (16 << 10)
 #define HANDSHAKE_MS       20000
 #define OVER_LIMIT_BYTES                                                                                               \
-    (64u << 10)         /* a message up to this much too large is refused with our text, else with core's */
-#define ONLY_IDENTITY 1 /* bit set of compression algorithms: a compressed message could grow a thousandfold */
+    (64u << 10) /* a message up to this much too large is refused with our text, else with core's */
 
 /* --- arrivals ---------------------------------------------------------------------------------------------- */
 static void request_call(struct td_rpc *r, struct rpc_slot *s)
@@ -161,7 +160,7 @@ enum td_status td_rpc_serve(struct td_rpc *r, const char *address, const struct 
         RPC_INT_ARG(GRPC_ARG_MAX_CONCURRENT_STREAMS, MAX_STREAMS),
         RPC_INT_ARG(GRPC_ARG_MAX_METADATA_SIZE, MAX_METADATA_BYTES),
         RPC_INT_ARG(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, HANDSHAKE_MS),
-        RPC_INT_ARG(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, ONLY_IDENTITY),
+        RPC_INT_ARG(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0), /* core would unpack a bomb: inflate.c does it */
     };
     grpc_channel_args list = {TD_COUNT(args), args};
     r->server = grpc_server_create(&list, NULL);

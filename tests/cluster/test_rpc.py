@@ -12,8 +12,10 @@ import time
 import grpc
 import pytest
 from google.protobuf import descriptor_pb2
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
-from conftest import BIN, free_port, health_grpc, health_pb2, inference_pb2, wait_until
+from conftest import BIN, IS_SANITIZED, free_port, health_grpc, health_pb2, inference_pb2, wait_until
 
 reflection_pb2 = importlib.import_module("proto.reflection_pb2")
 
@@ -129,6 +131,33 @@ def test_status_text_and_name_arrive(shared, name, code):
     assert dict(error.trailing_metadata())["tandem-status"] == name
 
 
+@pytest.mark.parametrize("name, retry", [("INVALID", False), ("NO_PAGES", True), ("BUSY", True), ("UNAVAILABLE", False)])
+def test_status_details_say_what_a_program_can_act_upon(shared, name, retry):
+    for text in ("sampling.top_p: is 3, which is above 1", "messages[2].role: is empty", "nothing in particular: is wrong", UTF8, ""):
+        error = status_of(lambda: shared.call("Unary", model=name, text=text))
+        status = rpc_status.from_call(error)        # also checks that code and message are those of the call
+        assert status.message == text
+        found = {any_.TypeName(): any_ for any_ in status.details}
+        info = error_details_pb2.ErrorInfo()
+        assert found.pop("google.rpc.ErrorInfo").Unpack(info) and (info.reason, info.domain) == (name, "tandem")
+        if name == "INVALID" and text[:8] in ("sampling", "messages"):
+            bad = error_details_pb2.BadRequest()
+            assert found.pop("google.rpc.BadRequest").Unpack(bad)
+            assert [(v.field, v.description) for v in bad.field_violations] == [tuple(text.split(": ", 1))]
+        if retry:
+            again = error_details_pb2.RetryInfo()
+            assert found.pop("google.rpc.RetryInfo").Unpack(again) and again.retry_delay.ToTimedelta().total_seconds() == 1
+        assert not found
+
+
+def test_long_status_texts_fit_the_trailers(shared):
+    error = status_of(lambda: shared.call("Unary", model="INVALID", text="prompt: " + "\u20ac" * 1000))
+    assert len(error.details().encode()) in range(1000, 1025)
+    bad = error_details_pb2.BadRequest()
+    assert [d.Unpack(bad) for d in rpc_status.from_call(error).details if d.Is(bad.DESCRIPTOR)] == [True]
+    assert bad.field_violations[0].field == "prompt"
+
+
 def test_unknown_method_is_named(shared):
     for path in ("/tandem.test.Echo/Nothing", "/no.such.Service/Unary", "/tandem.test.Echo/" + "x" * 3000):
         call = shared.channel.unary_unary(path)
@@ -205,13 +234,35 @@ def test_undecodable_message_is_refused_by_name(shared):
         assert "tandem.v1.TokenizeRequest" in error.details()
     error = status_of(lambda: call(b"\x0a\x01\xff", timeout=20))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert "field model" in error.details()
+    assert "model: is not valid UTF-8" in error.details()
 
 
-def test_compressed_message_is_refused_and_hurts_nobody(shared):
-    error = status_of(lambda: shared.call("Unary", text=b"\0" * 60000, compression=grpc.Compression.Gzip))
-    assert error.code() == grpc.StatusCode.UNIMPLEMENTED
-    assert shared.call("Unary", text=b"fine") == b"fine"
+@pytest.mark.parametrize("how", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_compressed_messages_are_taken(shared, how):
+    for text in (b"", b"x", b"\0" * 65000, os.urandom(60000), UTF8.encode() * 500):
+        assert shared.call("Unary", text=text, compression=how) == text
+    replies = shared.method("Bidi", "stream_stream")((request(text=f"{i} " * 100) for i in range(20)), timeout=20, compression=how)
+    assert [r.text for r in replies] == [f"{i} ".encode() * 100 for i in range(20)]
+    error = status_of(lambda: shared.call("Unary", text=b"\0" * 65536, compression=how))
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def peak_kb(process):
+    return int(next(line for line in open(f"/proc/{process.pid}/status") if line.startswith("VmHWM")).split()[1])
+
+
+@pytest.mark.parametrize("how", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_decompression_bombs_cost_no_more_than_the_limit(echo, how):
+    echo.call("Unary", text=b"\0" * 65000, compression=how)
+    before = peak_kb(echo.process)
+    bomb = b"\0" * (50 << 20)
+    for _ in range(3):
+        error = status_of(lambda: echo.call("Unary", text=bomb, compression=how, timeout=120))
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "decompresses to more than the limit of 65536 bytes" in error.details()
+    if not IS_SANITIZED:
+        assert peak_kb(echo.process) - before < 4096
+    assert echo.call("Unary", text=b"fine") == b"fine"
 
 
 def test_message_after_the_only_one_is_refused(shared):
@@ -224,6 +275,37 @@ def test_no_message_at_all_is_refused(shared):
     error = status_of(lambda: list(shared.method("Unary", "stream_stream")(iter([]), timeout=20)))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "no request message" in error.details()
+
+
+def test_promised_message_that_never_comes_ends_the_call():
+    e = Echo("127.0.0.1:0", "10000", "5000", "300")
+    never = threading.Event()
+
+    def nothing():
+        never.wait(30)
+        yield from ()
+    for method in ("Unary", "Bidi"):
+        error = status_of(lambda m=method: list(e.method(m, "stream_stream")(nothing())))
+        assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert error.details() == "no request message within 300 ms"
+    call = e.method("Bidi", "stream_stream")(iter_then_wait([request(text="first")], never))
+    assert next(call).text == b"first"
+    time.sleep(0.6)                       # a call that has begun may be idle, and so may one with a deadline
+    assert call.is_active()
+    late = e.method("Bidi", "stream_stream")(wait_then_iter([request(text="late")], 0.6), timeout=20)
+    assert [r.text for r in late] == [b"late"]
+    never.set()
+    e.close()
+
+
+def iter_then_wait(items, event):
+    yield from items
+    event.wait(30)
+
+
+def wait_then_iter(items, seconds):
+    time.sleep(seconds)
+    yield from items
 
 
 def test_slow_reader_is_aborted_though_its_window_is_full(echo):

@@ -29,6 +29,7 @@ HOMES = {
     "cuda": ["kernels"],
     "cublas": ["kernels"],
     "uv.h": ["common/loop"],
+    "zlib.h": ["common/rpc"],
     "llhttp": ["common/http"],
     "openssl/": ["common/http"],
     "pcre2.h": ["common/text"],

@@ -1,11 +1,15 @@
 /* A small gRPC server over common/rpc for foreign clients to try: tests/cluster/test_rpc.py. Service tandem.test.Echo,
  * requests are tandem.v1.TokenizeRequest (model is the instruction, text the content), replies
- * tandem.v1.DetokenizeReply: Unary     echoes text; model NAME of a status: ends with it and text as its message Count
- * model = how many replies to stream Bidi      echoes each message, ends with the client's half-close Sleep     answers
- * once ("asleep"), then stays open Last      how the last call of Sleep or Flood closed: "CANCELED", "DEADLINE", ...;
- * empty while none did Metadata  value of the request's metadata key that text names Flood     sends 1 KiB messages
- * without end; model "abort": when the client stops reading, ends as SLOW_CLIENT Serving   model "on" or "off": what
- * health says Usage: rpc_echo_server host:port. Prints "listening PORT"; SIGTERM shuts down with a grace of 2 s. */
+ * tandem.v1.DetokenizeReply:
+ *   Unary     echoes text; model NAME of a status: ends with it and text as its message
+ *   Count     model = how many replies to stream
+ *   Bidi      echoes each message, ends with the client's half-close
+ *   Sleep     answers once ("asleep"), then stays open
+ *   Last      how the last call of Sleep or Flood closed: "CANCELED", "DEADLINE", ...; empty while none did
+ *   Metadata  value of the request's metadata key that text names
+ *   Flood     sends 1 KiB messages without end; model "abort": when the client stops reading, ends as SLOW_CLIENT
+ *   Serving   model "on" or "off": what health says
+ * Prints "listening PORT"; SIGTERM shuts down with a grace of 2 s. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -216,14 +220,13 @@ int main(int argc, char **argv)
     enum td_status st = TD_E_INVALID;
     td_log_open("echo", TD_LOG_INFO);
     struct td_rpc_options options = {0};
-    if (argc != 2 && argc != 4) {
-        td_err_set(&err, st, "usage: rpc_echo_server host:port [keepalive_ms keepalive_timeout_ms]");
+    if (argc < 2 || argc > 5) {
+        td_err_set(&err, st,
+                   "usage: rpc_echo_server host:port [keepalive_ms [keepalive_timeout_ms [first_message_ms]]]");
         goto out;
     }
-    if (argc == 4) {
-        options.keepalive_ms = (uint32_t)strtoul(argv[2], NULL, 10);
-        options.keepalive_timeout_ms = (uint32_t)strtoul(argv[3], NULL, 10);
-    }
+    uint32_t *const numbers[] = {&options.keepalive_ms, &options.keepalive_timeout_ms, &options.first_message_ms};
+    for (int i = 2; i < argc; i++) *numbers[i - 2] = (uint32_t)strtoul(argv[i], NULL, 10);
     TD_TRY(td_loop_create(&s.loop));
     TD_TRY(td_loop_on_signal(s.loop, on_signal, &s));
     TD_TRY(td_rpc_create(s.loop, &options, &s.rpc));

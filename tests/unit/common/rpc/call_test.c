@@ -270,7 +270,7 @@ static void string_that_is_not_utf8_is_refused_by_field(void **state)
     send_text(e.call, "ab\xFF", 3);
     RPC_PAIR_UNTIL(p, e.n_closed == 1 && p->n_served_closed == 1);
     assert_int_equal(e.st, TD_E_INVALID);
-    assert_non_null(strstr(e.text, "field model"));
+    assert_non_null(strstr(e.text, "model: is not valid UTF-8"));
     assert_int_equal(p->served[0].st, TD_E_INVALID);
     assert_int_equal(p->served[0].n_messages, 0);
     assert_int_equal(td_metric_count(TD_M_rpc_bad_messages), bad + 1);

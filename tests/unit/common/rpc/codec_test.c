@@ -143,11 +143,11 @@ static void text_fields_are_checked_wherever_they_are(void **state)
     static const char list[] = "\x12\x00\x12\x03\x0A\x01\x80";                /* messages[1].role */
     static const char nested[] = "\x0A\x09\x12\x01x\x4A\x04\x12\x02\xC0\x80"; /* identity.descriptor.name, in a oneof */
     assert_int_equal(unpack(&tandem__v1__chat_request__descriptor, top, sizeof top - 1, 99, &err), TD_E_INVALID);
-    assert_non_null(strstr(err.text, "field model of tandem.v1.ChatRequest is not valid UTF-8"));
+    assert_non_null(strstr(err.text, "model: is not valid UTF-8, in tandem.v1.ChatRequest"));
     assert_int_equal(unpack(&tandem__v1__chat_request__descriptor, list, sizeof list - 1, 99, &err), TD_E_INVALID);
-    assert_non_null(strstr(err.text, "field role"));
+    assert_non_null(strstr(err.text, "role: "));
     assert_int_equal(unpack(&tandem__v1__join_update__descriptor, nested, sizeof nested - 1, 99, &err), TD_E_INVALID);
-    assert_non_null(strstr(err.text, "field name"));
+    assert_non_null(strstr(err.text, "name: "));
 }
 
 static bool is_clean(const char *text)
