@@ -220,7 +220,7 @@ RUN_CTL    := $(BUILD)/bin/tandemctl
 VENV       := build/venv
 PYTEST     := $(VENV)/bin/python -m pytest
 
-.PHONY: help packages packages-test packages-dev run run-built serve serve-built test test-built lint e2e venv asan tsan clang format format-check tidy clean what
+.PHONY: help packages packages-test packages-dev run run-built serve serve-built test test-built lint e2e venv asan asan-e2e tsan tsan-e2e soak clang format format-check tidy clean what
 help:           ## this list
 	@sed -n 's/^\([a-z][a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 	@echo "  CUDA=0 builds without CUDA; BUILD=dir, CC=clang, SAN=address,undefined choose another tree, compiler, sanitizer"
@@ -262,15 +262,23 @@ venv: $(VENV)/.done
 e2e: venv $(SUPPORT_PROGS) all ## end-to-end tests (pytest; ARGS='-k name')
 	BUILD=$(BUILD) $(PYTEST) -q tests/cluster tests/kernels $(ARGS)
 
+soak: venv $(SUPPORT_PROGS) all ## random load while workers die: 200 kills, an hour (ARGS='--kills 20 --minutes 5 --seed 7')
+	BUILD=$(BUILD) $(VENV)/bin/python tests/cluster/soak.py $(ARGS)
+
 ASAN_ENV   := ASAN_OPTIONS=detect_leaks=1:abort_on_error=0:strict_string_checks=1 LSAN_OPTIONS=suppressions=$(CURDIR)/tests/support/lsan.supp:print_suppressions=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 asan: packages-dev ## unit tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(ASAN_ENV) $(MAKE) BUILD=build/asan SAN=address,undefined OPT=-O1 -j$$(nproc) unit-build
 	@$(ASAN_ENV) $(MAKE) BUILD=build/asan SAN=address,undefined OPT=-O1 unit
 asan-e2e: packages-dev ## end-to-end tests with daemons under AddressSanitizer
 	@$(ASAN_ENV) $(MAKE) BUILD=build/asan SAN=address,undefined OPT=-O1 -j$$(nproc) e2e
+TSAN_ENV   := TSAN_OPTIONS="suppressions=$(CURDIR)/tests/support/tsan.supp ignore_noninstrumented_modules=1 halt_on_error=1 exitcode=66"
+TSAN_MAKE   = $(TSAN_ENV) $(MAKE) CC=clang BUILD=build/tsan SAN=thread OPT=-O1
 tsan: packages-dev ## unit tests under ThreadSanitizer
-	@TSAN_OPTIONS="suppressions=$(CURDIR)/tests/support/tsan.supp ignore_noninstrumented_modules=1 halt_on_error=1" \
-	   $(MAKE) CC=clang BUILD=build/tsan SAN=thread OPT=-O1 -j$$(nproc) unit
+	@$(TSAN_MAKE) -j$$(nproc) unit-build
+	@$(TSAN_MAKE) unit
+tsan-e2e: packages-dev ## end-to-end tests with daemons under ThreadSanitizer
+	@$(TSAN_MAKE) -j$$(nproc) all $(SUPPORT_PROGS:$(BUILD)/%=build/tsan/%)
+	@$(TSAN_MAKE) e2e ARGS='$(or $(ARGS),-k "many_at_once or killed or cancel")'
 clang: packages-dev ## everything once more with clang
 	@$(MAKE) CC=clang BUILD=build/clang -j$$(nproc) all unit-build
 
