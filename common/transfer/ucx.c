@@ -209,6 +209,7 @@ static enum td_status set_up(struct ucx *x, struct td_err *err)
         .incarnation = x->incarnation, .worker = (const uint8_t *)address, .n_worker = (uint32_t)n_address};
     td_process_self(&a.process);
     td_card_pack_address(&a, &x->address);
+    td_ucx_probe_open(x, &a);
     ucp_worker_release_address(x->worker, address);
     return x->address.failed ? td_err_set(err, TD_E_NO_MEMORY, "out of memory") : TD_OK;
 }
@@ -411,6 +412,7 @@ static void ucx_stats(const struct td_xfer *xfer, struct td_xfer_stats *out)
 {
     struct ucx *x = ucx_of(xfer);
     *out = x->stats;
+    out->is_deaf = atomic_load_explicit(&x->is_deaf, memory_order_relaxed);
     out->n_bad_messages = atomic_load_explicit(&x->n_bad_messages, memory_order_relaxed);
     out->n_dropped_messages = atomic_load_explicit(&x->n_dropped_messages, memory_order_relaxed);
 }

@@ -204,6 +204,11 @@ struct ucx {
     struct td_list mapped;  /* pools */
     bool has_shared_memory; /* the context has sysv or posix */
     uint64_t last_ticket;
+    struct ucx_peer
+        self; /* a way to ourselves through the shared queue, to find out whether it still moves; ep NULL: none */
+    uint64_t probe_due_ns;
+    unsigned n_probe_waits;
+    _Atomic bool is_deaf;
     _Atomic uint64_t n_bad_messages, n_dropped_messages;
 };
 
@@ -238,6 +243,11 @@ void *td_ucx_pool_base(struct td_xfer_pool *p);
 const void *td_ucx_pool_key(struct td_xfer_pool *p, size_t *n_out);
 void td_ucx_pool_unmap(struct ucx_pool *p); /* transfer thread */
 void td_ucx_free_pool(struct ucx_pool *p);  /* its storage */
+
+/* ucx_probe.c: transfer thread */
+void td_ucx_probe_open(struct ucx *x, const struct td_card_address *ours);
+void td_ucx_probe_start(struct ucx *x);
+int td_ucx_probe_round(struct ucx *x, uint64_t now_ns); /* in how many ms to look again; -1: nothing to look for */
 
 /* ucx_peer.c: loop side */
 enum td_status td_ucx_peer_open(struct td_xfer *x, uint64_t incarnation, const void *address, size_t n_address,

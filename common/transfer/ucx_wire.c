@@ -318,13 +318,15 @@ static void tell(struct ucx_peer *p)
             if (p->pools[i].rkey != NULL) ucp_rkey_destroy(p->pools[i].rkey);
         p->ep = NULL;
         p->is_finished = true;
-        if (p->is_failed) {
+        if (p->is_failed && !p->is_tcp) td_ucx_probe_start(p->x);
+        if (p->is_failed && p != &p->x->self) {
             p->lost.kind = UCX_LOST;
             td_ucx_event(p->x, &p->lost);
         }
     }
     if (!p->is_closing) return;
     td_list_remove(&p->live_link);
+    if (p == &p->x->self) return;
     p->close_op.item.kind = UCX_CLOSE;
     p->close_op.peer = p;
     td_ucx_event(p->x, &p->close_op.item);
@@ -372,6 +374,10 @@ int td_ucx_wire_round(struct ucx *x, bool is_stopping)
         if (!p->is_failed && !p->is_closing && p->died_ns == 0) continue;
         if (now_ns == 0) now_ns = td_clock_ns();
         int ms = step(p, is_stopping, now_ns);
+        if (ms >= 0 && (timeout_ms < 0 || ms < timeout_ms)) timeout_ms = ms;
+    }
+    if (x->probe_due_ns != 0) {
+        int ms = td_ucx_probe_round(x, now_ns != 0 ? now_ns : td_clock_ns());
         if (ms >= 0 && (timeout_ms < 0 || ms < timeout_ms)) timeout_ms = ms;
     }
     return timeout_ms;

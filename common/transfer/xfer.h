@@ -81,6 +81,9 @@ struct td_xfer_stats {
     uint64_t n_bad_messages;     /* dropped: not from Tandem, or too long */
     uint64_t n_dropped_messages; /* dropped: no memory, or the loop is too far behind */
     uint64_t n_peers_lost;
+    /* No message comes through shared memory any more: a peer died in the very middle of writing one into the queue
+     * that all of them share. Nothing but a new process helps. Found out within two seconds of that peer's loss. */
+    bool is_deaf;
 };
 
 struct td_xfer_ops {

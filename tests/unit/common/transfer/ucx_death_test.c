@@ -198,22 +198,41 @@ static void a_sender_that_dies_in_mid_put_is_lost(void **state) { senders_die(*s
 static void a_sender_that_we_know_no_way_to_may_die(void **state) { senders_die(*state, 6, false); }
 
 static bool has_messages(void *arg) { return ((struct pair *)arg)->n_received > 20; }
+static bool is_deaf(struct pair *p)
+{
+    struct td_xfer_stats st;
+    p->ops->stats(p->x, &st);
+    return st.is_deaf;
+}
+static bool has_messages_or_is_deaf(void *arg) { return has_messages(arg) || is_deaf(arg); }
+
+/* Killed in mid-burst, a sender may leave the shared queue broken (ucx_probe.c). Then that is said, and a new process
+ * helps. */
 static void a_sender_that_dies_among_messages_is_lost(void **state)
 {
     struct state *s = *state;
-    for (unsigned life = 0; life < 5; life++) {
+    unsigned n_deaf = 0;
+    for (unsigned life = 0; life < 8; life++) {
         child_open(&s->c, &s->p);
         child_ask(&s->c, (struct ask){.what = 'm', .id = 1, .a = 2000, .b = 100}, NULL, NULL);
-        assert_true(pair_run(&s->p, has_messages, &s->p, 10000));
+        assert_true(pair_run(&s->p, has_messages_or_is_deaf, &s->p, 10000));
         kill(s->c.pid, SIGKILL);
         assert_true(pair_run(&s->p, is_lost, &s->p, 10000));
         assert_int_equal(s->p.n_bad, 0); /* a prefix of them, in order */
         s->p.ops->peer_close(s->c.peer);
         child_reap(&s->c);
+        if (is_deaf(&s->p)) {
+            struct td_err err;
+            n_deaf++;
+            assert_string_equal(s->tls, "shm");
+            pair_close(&s->p);
+            assert_int_equal(pair_open(&s->p, s->tls, &err), TD_OK);
+        }
         s->p.n_lost = s->p.n_received = 0;
         child_start(&s->c, s->tls);
         child_connect(&s->c, &s->p);
     }
+    print_message("8 senders died among messages over %s; %u times that left us deaf\n", s->tls, n_deaf);
 }
 
 /* --- neither dies --------------------------------------------------------------------------------------------------
