@@ -9,7 +9,13 @@
 #include <immintrin.h>
 #endif
 
+#if defined(TD_LANES_SCALAR) && (defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__))
+#define INLINE static __attribute__((noinline, unused)) /* inlined, gcc takes ten minutes over the checks it adds */
+#elif defined(TD_LANES_SCALAR)
+#define INLINE static inline __attribute__((unused))
+#else
 #define INLINE static inline __attribute__((always_inline, unused))
+#endif
 
 #if defined(TD_LANES_AVX512)
 typedef __m512 vf;

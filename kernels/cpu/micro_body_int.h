@@ -109,23 +109,6 @@ static void exp_n(float *y, const float *x, uint32_t n)
         ROWS_##R(STORE_ROW, PANELS_##P)                                                                                \
     }
 
-/* Shapes: as many accumulators as hide the latency of a multiply-add and fit the registers. */
-#if defined(TD_LANES_AVX512)
-#define WIDE_6 4
-#define WIDE_5 4
-#define WIDE_4 4
-#define WIDE_3 4
-#define WIDE_2 4
-#define WIDE_1 4
-#else
-#define WIDE_6 1
-#define WIDE_5 1
-#define WIDE_4 1
-#define WIDE_3 2
-#define WIDE_2 3
-#define WIDE_1 4
-#endif
-
 #define W_TYPE  uint16_t
 #define W_LOAD  v_load_bf16
 #define NAME(x) x##_bf16

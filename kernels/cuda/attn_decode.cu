@@ -1,0 +1,356 @@
+/* Attention of single rows: decode. Work is blocks of 64 keys of (sequence, KV head) units, laid end to end and dealt evenly
+ * to thread blocks, so ragged batches balance; which thread block has what follows from the batch alone and is computed on
+ * the device, so a graph holds for any lengths. A producer warp copies K and V from the pages through a ring; four warps
+ * take 16 keys of each block, with max, sum and output of their own, added when a unit ends. The query heads of a KV head
+ * are rows of one tensor-core tile.
+ *
+ * A unit that several thread blocks share: each leaves its part in memory; the last to arrive adds the parts in order and
+ * counts the sink, once. Nothing waits. */
+#include "kernels/cuda/cuda_int.h"
+#include "kernels/cuda/mma.cuh"
+
+#define KEYS     64
+#define WARPS    4
+#define STAGES   6
+#define THREADS  (32 * (WARPS + 1))
+#define MAX_SEQS 1024
+#define MIN_KEYS 4 /* blocks a thread block should have: fewer would cost more in adding parts */
+
+struct decode_args {
+    const td_bf16 *q;
+    const struct td_seq_rows *seqs;
+    const uint32_t *pages;
+    const float *sinks;
+    td_bf16 *out;
+    float *parts;
+    uint32_t *counters;
+    uint32_t n_seqs, n_heads, n_kv_heads, group, window, page_tokens, box;
+    float scale_log2;
+};
+
+struct decode_smem {
+    alignas(1024) uint8_t k[STAGES][KEYS * 128];
+    alignas(1024) uint8_t v[STAGES][KEYS * 128];
+    float o[WARPS][8][64 + 4], max[WARPS][8], sum[WARPS][8];
+    uint64_t full[STAGES], empty[STAGES];
+    uint32_t warp_sums[THREADS / 32], is_last;
+    uint32_t blocks_before[MAX_SEQS + 1]; /* of one KV head */
+};
+
+/* What a sequence's row sees. */
+struct view {
+    uint32_t lo, hi, first, n; /* keys lo .. hi, in blocks first .. first + n - 1 */
+};
+static __device__ __forceinline__ view view_of(const decode_args &a, const td_seq_rows &q)
+{
+    view v;
+    v.hi = q.start;
+    v.lo = a.window != 0 && q.start + 1 > a.window ? q.start + 1 - a.window : 0;
+    v.first = v.lo / KEYS;
+    v.n = q.n_rows == 1 ? v.hi / KEYS - v.first + 1 : 0;
+    return v;
+}
+
+/* A stretch of one unit's blocks. */
+struct stretch {
+    uint32_t seq, head, begin, end, n; /* blocks begin .. end - 1 of n */
+};
+static __device__ __forceinline__ stretch stretch_at(const decode_smem &sm, uint32_t n_seqs, uint32_t n_heads,
+                                                     uint32_t at, uint32_t end)
+{
+    uint32_t lo = 0, hi = n_seqs - 1; /* the last sequence that begins at or before `at`; those without work are passed over */
+    while (lo < hi) {
+        uint32_t mid = (lo + hi + 1) / 2;
+        if (sm.blocks_before[mid] * n_heads <= at)
+            lo = mid;
+        else
+            hi = mid - 1;
+    }
+    stretch s;
+    s.seq = lo;
+    s.n = sm.blocks_before[lo + 1] - sm.blocks_before[lo];
+    uint32_t in = at - sm.blocks_before[lo] * n_heads;
+    s.head = in / s.n;
+    s.begin = in % s.n;
+    s.end = min(s.n, s.begin + (end - at));
+    return s;
+}
+
+/* blocks_before by a scan of the batch; returns the total of one head. */
+static __device__ uint32_t scan(const decode_args &a, decode_smem &sm)
+{
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint32_t before = 0;
+    for (uint32_t base = 0; base < a.n_seqs; base += THREADS) {
+        uint32_t i = base + threadIdx.x, n = i < a.n_seqs ? view_of(a, a.seqs[i]).n : 0, up_to = n;
+#pragma unroll
+        for (int j = 1; j < 32; j *= 2) {
+            uint32_t other = __shfl_up_sync(~0u, up_to, j);
+            if (lane >= (uint32_t)j) up_to += other;
+        }
+        if (lane == 31) sm.warp_sums[warp] = up_to;
+        __syncthreads();
+        uint32_t all = 0;
+#pragma unroll
+        for (uint32_t j = 0; j < THREADS / 32; j++) {
+            if (j < warp) up_to += sm.warp_sums[j];
+            all += sm.warp_sums[j];
+        }
+        if (i < a.n_seqs) sm.blocks_before[i] = before + up_to - n;
+        before += all;
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) sm.blocks_before[a.n_seqs] = before;
+    __syncthreads();
+    return before;
+}
+
+static __device__ void produce(const decode_args &a, const CUtensorMap *map, decode_smem &sm, uint32_t at, uint32_t end)
+{
+    const uint32_t lane = threadIdx.x % 32, n_boxes = KEYS / a.box;
+    uint32_t i = 0;
+    while (at < end) {
+        stretch s = stretch_at(sm, a.n_seqs, a.n_kv_heads, at, end);
+        td_seq_rows q = a.seqs[s.seq];
+        view v = view_of(a, q);
+        for (uint32_t b = s.begin; b < s.end; b++, i++) {
+            uint32_t st = i % STAGES, key = (v.first + b) * KEYS + lane * a.box, row = 0;
+            bool is_there = lane < n_boxes && key + a.box > v.lo && key <= v.hi;
+            if (is_there) {
+                uint32_t page = a.pages[q.pages + (key / a.page_tokens - q.first_block)];
+                row = ((page * a.n_kv_heads + s.head) * 2) * a.page_tokens + key % a.page_tokens;
+            }
+            uint32_t bytes = __popc(__ballot_sync(~0u, is_there)) * a.box * 256;
+            barrier_wait(&sm.empty[st], (i / STAGES & 1) ^ 1);
+            if (lane == 0) barrier_expect(&sm.full[st], bytes);
+            __syncwarp();
+            if (is_there) {
+                copy_box_2d(sm.k[st] + lane * a.box * 128, map, &sm.full[st], 0, (int)row);
+                copy_box_2d(sm.v[st] + lane * a.box * 128, map, &sm.full[st], 0, (int)(row + a.page_tokens));
+            }
+        }
+        at += s.end - s.begin;
+    }
+}
+
+/* 16 bytes of row `row`, chunk `chunk` of 8, in a swizzled tile. */
+static __device__ __forceinline__ uint32_t chunk_addr(const uint8_t *tile, uint32_t row, uint32_t chunk)
+{
+    return smem_addr(tile) + row * 128 + ((chunk ^ (row & 7)) << 4);
+}
+
+/* Output, max and sum of 8 heads by 64; thread i of 128 has head i / 16, 4 components. */
+struct part {
+    float4 o;
+    float max, sum;
+};
+static __device__ __forceinline__ void add_part(part &p, float4 o, float max, float sum)
+{
+    float top = fmaxf(p.max, max), at = top == -INFINITY ? 0 : top, x = exp2f(p.max - at), y = exp2f(max - at);
+    p.o.x = p.o.x * x + o.x * y;
+    p.o.y = p.o.y * x + o.y * y;
+    p.o.z = p.o.z * x + o.z * y;
+    p.o.w = p.o.w * x + o.w * y;
+    p.sum = p.sum * x + sum * y;
+    p.max = top;
+}
+
+static __device__ __forceinline__ void finish(const decode_args &a, const part &p, uint32_t row, uint32_t kv_head)
+{
+    const uint32_t head = threadIdx.x / 16, col = threadIdx.x % 16 * 4;
+    if (head >= a.group) return;
+    float sink = a.sinks[kv_head * a.group + head] * 1.44269504f;
+    part all = p;
+    add_part(all, make_float4(0, 0, 0, 0), sink, sink == -INFINITY ? 0 : 1);
+    float inv = 1.0f / all.sum;
+    uint2 v = make_uint2(pack_bf16(all.o.x * inv, all.o.y * inv), pack_bf16(all.o.z * inv, all.o.w * inv));
+    *(uint2 *)(a.out + ((size_t)row * a.n_heads + kv_head * a.group + head) * 64 + col) = v;
+}
+
+static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t at, uint32_t end, uint32_t total)
+{
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const uint32_t key0 = warp * 16, begin_at = at;
+    uint32_t i = 0;
+    while (at < end) {
+        stretch s = stretch_at(sm, a.n_seqs, a.n_kv_heads, at, end);
+        td_seq_rows q = a.seqs[s.seq];
+        view v = view_of(a, q);
+        uint32_t qf[4][2];
+        const td_bf16 *qrow = a.q + ((size_t)q.row * a.n_heads + s.head * a.group + g) * 64;
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+                qf[k][j] = g < a.group ? *(const uint32_t *)(qrow + k * 16 + j * 8 + t * 2) : 0;
+        float o[8][4] = {}, max = -INFINITY, sum = 0;
+
+        for (uint32_t b = s.begin; b < s.end; b++, i++) {
+            uint32_t st = i % STAGES, base = (v.first + b) * KEYS + key0;
+            barrier_wait(&sm.full[st], i / STAGES & 1);
+            bool is_cut = base < v.lo || base + 15 > v.hi;
+            if (is_cut) { /* memory nobody wrote may hold NaN, and 0 NaN is NaN */
+                for (uint32_t w = lane; w < 16 * 8; w += 32) {
+                    uint32_t key = base + w / 8;
+                    if (key < v.lo || key > v.hi) ((uint4 *)sm.v[st])[key0 * 8 + w] = make_uint4(0, 0, 0, 0);
+                }
+                fence_async(); /* before the copy engine overwrites it */
+                __syncwarp();
+            }
+            float z[2][4] = {};
+#pragma unroll
+            for (int n = 0; n < 2; n++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    uint32_t kf[4];
+                    ldmatrix_x4(kf, chunk_addr(sm.k[st], key0 + n * 8 + lane % 8, h * 4 + lane / 8));
+                    mma_bf16(z[n], qf[2 * h][0], 0, qf[2 * h][1], 0, kf[0], kf[1]);
+                    mma_bf16(z[n], qf[2 * h + 1][0], 0, qf[2 * h + 1][1], 0, kf[2], kf[3]);
+                }
+            if (is_cut) {
+#pragma unroll
+                for (int n = 0; n < 2; n++)
+#pragma unroll
+                    for (int j = 0; j < 2; j++) {
+                        uint32_t key = base + n * 8 + t * 2 + j;
+                        if (key < v.lo || key > v.hi) z[n][j] = -INFINITY;
+                    }
+            }
+            float top = fmaxf(fmaxf(z[0][0], z[0][1]), fmaxf(z[1][0], z[1][1]));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            top = fmaxf(max, top * a.scale_log2);
+            float zero_at = top == -INFINITY ? 0 : top, alpha = exp2f(max - zero_at);
+            max = top;
+            float p[2][2];
+#pragma unroll
+            for (int n = 0; n < 2; n++)
+#pragma unroll
+                for (int j = 0; j < 2; j++) p[n][j] = exp2f(fmaf(z[n][j], a.scale_log2, -zero_at));
+            sum = sum * alpha + ((p[0][0] + p[0][1]) + (p[1][0] + p[1][1]));
+            uint32_t p0 = pack_bf16(p[0][0], p[0][1]), p1 = pack_bf16(p[1][0], p[1][1]);
+#pragma unroll
+            for (int d = 0; d < 8; d++) {
+                o[d][0] *= alpha;
+                o[d][1] *= alpha;
+            }
+#pragma unroll
+            for (int d = 0; d < 4; d++) { /* 16 components: keys 0-7, 8-15 of each 8 */
+                uint32_t vf[4];
+                ldmatrix_x4_trans(vf, chunk_addr(sm.v[st], key0 + lane % 16, d * 2 + lane / 16));
+                mma_bf16(o[2 * d], p0, 0, p1, 0, vf[0], vf[1]);
+                mma_bf16(o[2 * d + 1], p0, 0, p1, 0, vf[2], vf[3]);
+            }
+            __syncwarp();
+            if (lane == 0) barrier_arrive(&sm.empty[st]);
+        }
+
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+#pragma unroll
+        for (int d = 0; d < 8; d++) *(float2 *)&sm.o[warp][g][d * 8 + t * 2] = make_float2(o[d][0], o[d][1]);
+        if (t == 0) {
+            sm.max[warp][g] = max;
+            sm.sum[warp][g] = sum;
+        }
+        named_barrier<1, WARPS * 32>();
+        const uint32_t head = threadIdx.x / 16, col = threadIdx.x % 16 * 4;
+        part all = {make_float4(0, 0, 0, 0), -INFINITY, 0};
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) add_part(all, *(const float4 *)&sm.o[w][head][col], sm.max[w][head], sm.sum[w][head]);
+
+        if (s.begin == 0 && s.end == s.n) {
+            finish(a, all, q.row, s.head);
+        } else {
+            /* A thread block has at most two parts: of the unit it begins inside, and of the one it ends inside. */
+            const uint32_t slot = s.begin != 0 && at == begin_at ? 0 : 1;
+            float *to = a.parts + ((size_t)blockIdx.x * 2 + slot) * TD_CUDA_PART_FLOATS;
+            *(float4 *)(to + head * 64 + col) = all.o;
+            if (col == 0) {
+                to[512 + head] = all.max;
+                to[520 + head] = all.sum;
+            }
+            __threadfence();
+            named_barrier<1, WARPS * 32>();
+            /* Thread block c has blocks c total / n up to (c + 1) total / n. */
+            const uint64_t n = gridDim.x;
+            const uint32_t unit_at = at - s.begin;
+            const uint32_t c_first = (uint32_t)((((uint64_t)unit_at + 1) * n - 1) / total);
+            const uint32_t c_last = (uint32_t)((((uint64_t)unit_at + s.n) * n - 1) / total);
+            if (threadIdx.x == 0) {
+                uint32_t *counter = &a.counters[s.seq * a.n_kv_heads + s.head];
+                sm.is_last = atomicAdd(counter, 1) == c_last - c_first;
+                if (sm.is_last) *counter = 0;
+                __threadfence();
+            }
+            named_barrier<1, WARPS * 32>();
+            if (sm.is_last) {
+                part sum_of = {make_float4(0, 0, 0, 0), -INFINITY, 0};
+                for (uint32_t c = c_first; c <= c_last; c++) {
+                    bool begins_here = (uint64_t)c * total / n <= unit_at;
+                    const float *from = a.parts + ((size_t)c * 2 + (begins_here ? 1 : 0)) * TD_CUDA_PART_FLOATS;
+                    float4 from_o = __ldcg((const float4 *)(from + head * 64 + col));
+                    add_part(sum_of, from_o, __ldcg(from + 512 + head), __ldcg(from + 520 + head));
+                }
+                finish(a, sum_of, q.row, s.head);
+            }
+        }
+        named_barrier<1, WARPS * 32>(); /* sm.o is free again */
+        at += s.end - s.begin;
+    }
+}
+
+static __global__ void __launch_bounds__(THREADS, 2)
+    attn_decode(const __grid_constant__ CUtensorMap kv_map, const decode_args a)
+{
+    extern __shared__ uint8_t raw[];
+    auto &sm = *reinterpret_cast<decode_smem *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~(uintptr_t)1023);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(&sm.full[i], 1);
+            barrier_init(&sm.empty[i], WARPS);
+        }
+        barrier_init_fence();
+    }
+    const uint32_t total = scan(a, sm) * a.n_kv_heads;
+    /* Every thread block counts, those beyond the work have none. */
+    const uint32_t at = (uint32_t)((uint64_t)blockIdx.x * total / gridDim.x);
+    const uint32_t end = (uint32_t)((uint64_t)(blockIdx.x + 1) * total / gridDim.x);
+    if (at == end) return;
+    if (threadIdx.x >= WARPS * 32)
+        produce(a, &kv_map, sm, at, end);
+    else
+        consume(a, sm, at, end, total);
+}
+
+enum td_status td_cuda_attn_decode(struct td_cuda_stream *s, const struct td_attention_args *a)
+{
+    const struct td_kv_group_layout *l = &a->kv.layout;
+    if (a->n_seqs > MAX_SEQS || (uint64_t)a->n_seqs * a->n_kv_heads > TD_CUDA_MAX_UNITS) return TD_E_UNSUPPORTED;
+    decode_args p = {};
+    p.q = (const td_bf16 *)a->q;
+    p.seqs = a->seqs;
+    p.pages = a->pages;
+    p.sinks = a->sinks;
+    p.out = (td_bf16 *)a->out;
+    p.parts = s->parts;
+    p.counters = s->counters;
+    p.n_seqs = a->n_seqs;
+    p.n_heads = a->n_heads;
+    p.n_kv_heads = a->n_kv_heads;
+    p.group = a->n_heads / a->n_kv_heads;
+    p.window = a->window;
+    p.page_tokens = l->page_tokens;
+    p.box = td_min_u32(l->page_tokens & (~l->page_tokens + 1), KEYS);
+    p.scale_log2 = a->scale * 1.44269504f;
+    CUtensorMap kv_map;
+    const void *layer = (const char *)a->kv.pool + td_kv_offset(l, a->kv.layer, 0, 0, false, 0);
+    enum td_status st =
+        td_cuda_map_rows(&kv_map, layer, (uint64_t)l->n_pages * l->n_heads * 2 * l->page_tokens, 64, 64, p.box);
+    if (st != TD_OK) return st;
+    const int bytes = sizeof(decode_smem) + 1024;
+    cudaError_t e = cudaFuncSetAttribute(attn_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (e != cudaSuccess) return td_cuda_status(e, "attn_decode");
+    attn_decode<<<2 * (uint32_t)s->n_sms, THREADS, bytes, s->s>>>(kv_map, p);
+    return TD_CUDA_LAUNCHED("attn_decode");
+}

@@ -1,0 +1,320 @@
+/* Attention of many rows: prefill, and chunks of it. A block takes 64 NWG query rows, that is 64 NWG / group positions times
+ * the `group` query heads that share a KV head, and walks the keys these can see in blocks of 128. A producer warp copies K
+ * and V from the pages through a ring of stages; each of NWG warpgroups has 64 rows of its own:
+ *   S = Q K^T (tensor cores, while the last block's O += P V still runs), online softmax in f32, P rounded to bf16.
+ * The sink starts each row's sum: max = sink, sum = 1. Keys outside a row's view are masked in the blocks that hold any;
+ * values outside the tile's view are zeroed first, because memory nobody wrote may hold NaN and 0 NaN is NaN. */
+#include "kernels/cuda/cuda_int.h"
+#include "kernels/cuda/mma.cuh"
+
+#define NWG     3
+#define ROWS    (64 * NWG)
+#define KEYS    128
+#define STAGES  3
+#define THREADS (128 * (NWG + 1))
+
+struct prefill_args {
+    const struct td_seq_rows *seqs;
+    const uint32_t *pages;
+    const float *sinks;
+    td_bf16 *out;
+    uint32_t n_seqs, n_heads, n_kv_heads, group, window, page_tokens, box;
+    float scale_log2;
+};
+
+struct prefill_smem {
+    alignas(1024) uint8_t q[ROWS * 128];
+    alignas(1024) uint8_t k[STAGES][KEYS * 128];
+    alignas(1024) uint8_t v[STAGES][KEYS * 128];
+    uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    uint32_t seq, tile, is_idle;
+};
+
+/* The block's tile: numbered over all sequences of more than one row, the last tiles, which walk the most keys, first. */
+static __device__ void find_tile(const prefill_args &a, uint32_t positions, prefill_smem &sm)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t total = 0;
+    for (uint32_t i = lane; i < a.n_seqs; i += 32) {
+        uint32_t n = a.seqs[i].n_rows;
+        total += n > 1 ? (n + positions - 1) / positions : 0;
+    }
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) total += __shfl_xor_sync(~0u, total, i);
+    if (lane == 0) sm.is_idle = blockIdx.x >= total;
+    if (blockIdx.x >= total) return;
+    uint32_t want = total - 1 - blockIdx.x, seen = 0;
+    for (uint32_t base = 0; base < a.n_seqs; base += 32) {
+        uint32_t i = base + lane, n = i < a.n_seqs ? a.seqs[i].n_rows : 0, tiles = n > 1 ? (n + positions - 1) / positions : 0;
+        uint32_t up_to = tiles;
+#pragma unroll
+        for (int j = 1; j < 32; j *= 2) {
+            uint32_t other = __shfl_up_sync(~0u, up_to, j);
+            if (lane >= (uint32_t)j) up_to += other;
+        }
+        if (want >= seen + up_to - tiles && want < seen + up_to) {
+            sm.seq = i;
+            sm.tile = want - (seen + up_to - tiles);
+        }
+        seen += __shfl_sync(~0u, up_to, 31);
+    }
+}
+
+/* Copies K and V of the walk's blocks. Each lane has a box of a block, some rows of one page. */
+static __device__ void produce(const prefill_args &a, const CUtensorMap *q_map, const CUtensorMap *kv_map,
+                               prefill_smem &sm, const td_seq_rows &q, uint32_t kv_head, uint32_t first_row,
+                               uint32_t seen, uint32_t last)
+{
+    const uint32_t lane = threadIdx.x % 32, n_boxes = KEYS / a.box, begin = seen / KEYS, end = last / KEYS + 1;
+    if (lane == 0) {
+        barrier_expect(&sm.q_full, ROWS * 128);
+        copy_box_3d(sm.q, q_map, &sm.q_full, 0, (int)(kv_head * a.group), (int)first_row);
+    }
+    for (uint32_t b = begin; b < end; b++) {
+        const uint32_t i = b - begin, st = i % STAGES, round = i / STAGES, key = b * KEYS + lane * a.box;
+        bool is_there = lane < n_boxes && key + a.box > seen && key <= last;
+        uint32_t row = 0;
+        if (is_there) {
+            uint32_t page = a.pages[q.pages + (key / a.page_tokens - q.first_block)];
+            row = ((page * a.n_kv_heads + kv_head) * 2) * a.page_tokens + key % a.page_tokens;
+        }
+        uint32_t bytes = __popc(__ballot_sync(~0u, is_there)) * a.box * 128;
+        barrier_wait(&sm.k_empty[st], (round & 1) ^ 1);
+        if (lane == 0) barrier_expect(&sm.k_full[st], bytes);
+        __syncwarp();
+        if (is_there) copy_box_2d(sm.k[st] + lane * a.box * 128, kv_map, &sm.k_full[st], 0, (int)row);
+        barrier_wait(&sm.v_empty[st], (round & 1) ^ 1);
+        if (lane == 0) barrier_expect(&sm.v_full[st], bytes);
+        __syncwarp();
+        if (is_there)
+            copy_box_2d(sm.v[st] + lane * a.box * 128, kv_map, &sm.v_full[st], 0, (int)(row + a.page_tokens));
+    }
+}
+
+/* One row of a lane: half h of its accumulators. */
+struct row_state {
+    float max, sum;
+};
+
+static __device__ __forceinline__ void scores(float (&s)[64], uint64_t q, const uint8_t *k)
+{
+    uint64_t kd = tile_desc(k);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; i++) wgmma_ss(s, q + i * 2, kd + i * 2, i == 0);
+    wgmma_commit();
+}
+
+static __device__ __forceinline__ void mix(float (&o)[32], const uint32_t (&p)[32], const uint8_t *v)
+{
+    uint64_t vd = tile_desc(v);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 8; i++) wgmma_rs(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], vd + i * (2048 >> 4));
+    wgmma_commit();
+}
+
+/* s becomes exp2(s scale - max) and both rows' max and sum move on; alpha: what the old sums and outputs shrink by. */
+static __device__ __forceinline__ void softmax(float (&s)[64], row_state (&r)[2], float (&alpha)[2], float scale)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float m = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < 16; i++) m = fmaxf(m, fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
+        m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+        m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+        float top = fmaxf(r[h].max, m * scale), at = top == -INFINITY ? 0 : top;
+        alpha[h] = exp2f(r[h].max - at);
+        r[h].max = top;
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                float p = exp2f(fmaf(s[4 * i + 2 * h + j], scale, -at));
+                s[4 * i + 2 * h + j] = p;
+                sum += p;
+            }
+        r[h].sum = r[h].sum * alpha[h] + sum;
+    }
+}
+
+static __device__ __forceinline__ void pack(uint32_t (&p)[32], const float (&s)[64])
+{
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        p[4 * i] = pack_bf16(s[8 * i], s[8 * i + 1]);
+        p[4 * i + 1] = pack_bf16(s[8 * i + 2], s[8 * i + 3]);
+        p[4 * i + 2] = pack_bf16(s[8 * i + 4], s[8 * i + 5]);
+        p[4 * i + 3] = pack_bf16(s[8 * i + 6], s[8 * i + 7]);
+    }
+}
+
+/* Keys base .. base + 127 for two rows that see [lo, hi]. */
+static __device__ __forceinline__ void mask(float (&s)[64], uint32_t base, const int (&lo)[2], const int (&hi)[2])
+{
+    const int t = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                int key = (int)base + 8 * i + t + j;
+                if (key < lo[h] || key > hi[h]) s[4 * i + 2 * h + j] = -INFINITY;
+            }
+}
+
+/* Zeroes the values of a block's keys outside [seen, last]. All warpgroups come here with the same block. */
+static __device__ __forceinline__ void clean(uint8_t *v, uint32_t base, uint32_t seen, uint32_t last)
+{
+    if (base >= seen && base + KEYS - 1 <= last) return;
+    for (uint32_t w = threadIdx.x - 128; w < KEYS * 8; w += NWG * 128) {
+        uint32_t key = base + w / 8;
+        if (key < seen || key > last) ((uint4 *)v)[w] = make_uint4(0, 0, 0, 0);
+    }
+    fence_async();
+    named_barrier<1, NWG * 128>();
+}
+
+static __device__ void consume(const prefill_args &a, prefill_smem &sm, const td_seq_rows &q, uint32_t kv_head,
+                               uint32_t first, uint32_t n_pos, uint32_t seen, uint32_t last)
+{
+    const uint32_t wg = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
+    const uint32_t row = wg * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const uint32_t begin = seen / KEYS, end = last / KEYS + 1;
+    row_state r[2];
+    int lo[2], hi[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        uint32_t pos = q.start + first + (row + 8 * h) / a.group;
+        float sink = a.sinks[kv_head * a.group + (row + 8 * h) % a.group] * 1.44269504f;
+        r[h].max = sink;
+        r[h].sum = lane % 4 == 0 && sink != -INFINITY ? 1.0f : 0.0f; /* the four lanes of a row are added at the end */
+        hi[h] = (int)pos;
+        lo[h] = a.window != 0 && pos + 1 > a.window ? (int)(pos + 1 - a.window) : 0;
+    }
+    /* Of the warpgroup's rows, for the choice of blocks to mask. */
+    const uint32_t low = q.start + first + wg * 64 / a.group, high = q.start + first + (wg * 64 + 63) / a.group;
+    const uint32_t high_lo = a.window != 0 && high + 1 > a.window ? high + 1 - a.window : 0;
+
+    float s[64], o[32], alpha[2];
+    uint32_t p[32];
+#pragma unroll
+    for (int i = 0; i < 32; i++) o[i] = 0;
+    const uint64_t qd = tile_desc(sm.q + wg * 64 * 128);
+    barrier_wait(&sm.q_full, 0);
+    barrier_wait(&sm.k_full[0], 0);
+    scores(s, qd, sm.k[0]);
+    wgmma_wait<0>();
+    if (threadIdx.x % 128 == 0) barrier_arrive(&sm.k_empty[0]);
+    if (begin * KEYS + KEYS - 1 > low || begin * KEYS < high_lo) mask(s, begin * KEYS, lo, hi);
+    softmax(s, r, alpha, a.scale_log2);
+    pack(p, s);
+
+    /* The next block's scores and this one's mix run together; softmax works on the former meanwhile. No branch comes
+     * between the two: the compiler would put a wait there. */
+    uint32_t i = 0;
+    for (uint32_t b = begin; b + 1 < end; b++, i++) {
+        const uint32_t st = i % STAGES, next = (i + 1) % STAGES, base = b * KEYS;
+        barrier_wait(&sm.v_full[st], i / STAGES & 1);
+        clean(sm.v[st], base, seen, last);
+        barrier_wait(&sm.k_full[next], (i + 1) / STAGES & 1);
+        scores(s, qd, sm.k[next]);
+        mix(o, p, sm.v[st]);
+        wgmma_wait<1>();
+        if (threadIdx.x % 128 == 0) barrier_arrive(&sm.k_empty[next]);
+        if (base + 2 * KEYS - 1 > low || base + KEYS < high_lo) mask(s, base + KEYS, lo, hi);
+        softmax(s, r, alpha, a.scale_log2);
+        wgmma_wait<0>();
+        if (threadIdx.x % 128 == 0) barrier_arrive(&sm.v_empty[st]);
+#pragma unroll
+        for (int j = 0; j < 32; j++) o[j] *= alpha[j / 2 % 2];
+        pack(p, s);
+    }
+    const uint32_t st = i % STAGES;
+    barrier_wait(&sm.v_full[st], i / STAGES & 1);
+    clean(sm.v[st], (end - 1) * KEYS, seen, last);
+    mix(o, p, sm.v[st]);
+    wgmma_wait<0>();
+
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float sum = r[h].sum;
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        float inv = 1.0f / sum;
+        uint32_t pos = (row + 8 * h) / a.group;
+        if (pos >= n_pos) continue;
+        td_bf16 *to = a.out + ((size_t)(q.row + first + pos) * a.n_heads + kv_head * a.group + (row + 8 * h) % a.group) * 64;
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            *(uint32_t *)(to + 8 * i + lane % 4 * 2) = pack_bf16(o[4 * i + 2 * h] * inv, o[4 * i + 2 * h + 1] * inv);
+    }
+}
+
+static __global__ void __launch_bounds__(THREADS, 1)
+    attn_prefill(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap kv_map,
+                 const prefill_args a)
+{
+    extern __shared__ uint8_t raw[];
+    auto &sm = *reinterpret_cast<prefill_smem *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~(uintptr_t)1023);
+    const uint32_t positions = ROWS / a.group, kv_head = blockIdx.y;
+    if (threadIdx.x < 32) find_tile(a, positions, sm);
+    if (threadIdx.x == 32) {
+        barrier_init(&sm.q_full, 1);
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(&sm.k_full[i], 1);
+            barrier_init(&sm.v_full[i], 1);
+            barrier_init(&sm.k_empty[i], NWG);
+            barrier_init(&sm.v_empty[i], NWG);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    if (sm.is_idle) return;
+    const td_seq_rows q = a.seqs[sm.seq];
+    const uint32_t first = sm.tile * positions, n_pos = min(positions, q.n_rows - first);
+    const uint32_t from = q.start + first, last = from + n_pos - 1;
+    const uint32_t seen = a.window != 0 && from + 1 > a.window ? from + 1 - a.window : 0;
+    if (threadIdx.x < 128) {
+        regs_less<32>();
+        if (threadIdx.x < 32) produce(a, &q_map, &kv_map, sm, q, kv_head, q.row + first, seen, last);
+    } else {
+        regs_more<160>();
+        consume(a, sm, q, kv_head, first, n_pos, seen, last);
+    }
+}
+
+enum td_status td_cuda_attn_prefill(struct td_cuda_stream *s, const struct td_attention_args *a)
+{
+    const struct td_kv_group_layout *l = &a->kv.layout;
+    prefill_args p = {};
+    p.seqs = a->seqs;
+    p.pages = a->pages;
+    p.sinks = a->sinks;
+    p.out = (td_bf16 *)a->out;
+    p.n_seqs = a->n_seqs;
+    p.n_heads = a->n_heads;
+    p.n_kv_heads = a->n_kv_heads;
+    p.group = a->n_heads / a->n_kv_heads;
+    p.window = a->window;
+    p.page_tokens = l->page_tokens;
+    p.box = td_min_u32(l->page_tokens & (~l->page_tokens + 1), 64);
+    p.scale_log2 = a->scale * 1.44269504f;
+    CUtensorMap q_map, kv_map;
+    const void *layer = (const char *)a->kv.pool + td_kv_offset(l, a->kv.layer, 0, 0, false, 0);
+    enum td_status st = td_cuda_map_heads(&q_map, a->q, a->n_rows, a->n_heads, p.group, ROWS / p.group);
+    if (st == TD_OK)
+        st = td_cuda_map_rows(&kv_map, layer, (uint64_t)l->n_pages * l->n_heads * 2 * l->page_tokens, 64, 64, p.box);
+    if (st != TD_OK) return st;
+    const int bytes = sizeof(prefill_smem) + 1024;
+    cudaError_t e = cudaFuncSetAttribute(attn_prefill, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (e != cudaSuccess) return td_cuda_status(e, "attn_prefill");
+    /* At most so many tiles: each sequence's last one may be partly empty. */
+    uint32_t n_multi = a->n_seqs - a->n_single, positions = ROWS / p.group;
+    uint32_t n_tiles = (a->n_rows - a->n_single) / positions + n_multi;
+    attn_prefill<<<dim3(n_tiles, a->n_kv_heads), THREADS, bytes, s->s>>>(q_map, kv_map, p);
+    return TD_CUDA_LAUNCHED("attn_prefill");
+}

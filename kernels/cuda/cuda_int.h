@@ -1,0 +1,69 @@
+/* What the CUDA ops share on the host: the device, the stream and its scratch, tensor maps. */
+#ifndef TD_KERNELS_CUDA_CUDA_INT_H
+#define TD_KERNELS_CUDA_CUDA_INT_H
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "kernels/cuda/error.h"
+#include "kernels/device.h"
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+typedef __nv_bfloat16 td_bf16;
+extern "C" {
+#endif
+#define TD_BF16_BYTES 2u
+
+/* Attention over single rows keeps partial results of sequences that several blocks share. */
+#define TD_CUDA_PART_FLOATS (8u * 64u + 16u)
+#define TD_CUDA_MAX_UNITS   (1u << 16) /* sequences x KV heads of a batch */
+
+struct td_cuda_device {
+    struct td_device base;
+    int index, n_sms;
+    cudaStream_t copies; /* of td_device_upload and download */
+};
+
+struct td_cuda_stream {
+    struct td_stream base;
+    cudaStream_t s;
+    float *parts;       /* [2 * max blocks][TD_CUDA_PART_FLOATS] */
+    uint32_t *counters; /* [TD_CUDA_MAX_UNITS], zero between launches */
+    int n_sms;
+};
+
+static inline struct td_cuda_stream *td_cuda_stream_of(struct td_stream *s)
+{
+    return (struct td_cuda_stream *)(void *)s;
+}
+static inline struct td_cuda_device *td_cuda_device_of(struct td_device *d)
+{
+    return (struct td_cuda_device *)(void *)d;
+}
+
+static inline uint32_t td_ceil_div(uint32_t a, uint32_t b) { return a / b + (a % b != 0); }
+static inline uint32_t td_min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+/* A bf16 matrix [rows][cols] whose rows lie ld elements apart, read in boxes of box_rows x 64 columns, swizzled by 128
+ * bytes; what lies outside reads as zero. base on 16 bytes, ld a multiple of 8. */
+enum td_status td_cuda_map_rows(CUtensorMap *out, const void *base, uint64_t rows, uint32_t cols, uint64_t ld,
+                                uint32_t box_rows);
+/* Query rows [tokens][heads][64] in boxes of box_tokens x box_heads heads. */
+enum td_status td_cuda_map_heads(CUtensorMap *out, const void *base, uint32_t tokens, uint32_t heads,
+                                 uint32_t box_heads, uint32_t box_tokens);
+
+enum td_status td_cuda_attn_prefill(struct td_cuda_stream *s, const struct td_attention_args *a);
+enum td_status td_cuda_attn_decode(struct td_cuda_stream *s, const struct td_attention_args *a);
+
+/* Scratch of moe. */
+size_t td_cuda_moe_scratch_bytes(const struct td_scratch_shape *s);
+
+#define X(op, meaning) enum td_status td_cuda_##op(struct td_stream *s, const struct td_##op##_args *a);
+#include "kernels/ops.def"
+#undef X
+
+#ifdef __CUDACC__
+}
+#endif
+#endif

@@ -1,0 +1,238 @@
+/* The CUDA backend's table: memory, streams, graphs. A plug-in of its own (libtandem-cuda.so) that needs nothing of the
+ * program that loads it. Memory is allocated when the engine is built; a step allocates nothing. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels/cuda/cuda_int.h"
+
+static const struct td_backend backend;
+
+/* ---- the device ---- */
+
+static enum td_status cuda_open(const struct td_device_options *o, struct td_device **out, struct td_err *err)
+{
+    int n = 0;
+    cudaError_t e = cudaGetDeviceCount(&n);
+    if (e != cudaSuccess || n == 0)
+        return td_cuda_err(err, TD_E_UNSUPPORTED, "device \"cuda\": this machine has no usable CUDA device (%s)",
+                           e != cudaSuccess ? cudaGetErrorString(e) : "none found");
+    if (o->index >= (uint32_t)n)
+        return td_cuda_err(err, TD_E_UNSUPPORTED, "device \"cuda\": there is no GPU %u, only %d", o->index, n);
+    struct cudaDeviceProp p;
+    e = cudaGetDeviceProperties(&p, (int)o->index);
+    if (e == cudaSuccess && (p.major != 9 || p.minor != 0))
+        return td_cuda_err(err, TD_E_UNSUPPORTED,
+                           "device \"cuda\": %s has compute capability %d.%d; Tandem's kernels are for Hopper, 9.0",
+                           p.name, p.major, p.minor);
+    if (e == cudaSuccess) e = cudaSetDevice((int)o->index);
+    struct td_cuda_device *d = (struct td_cuda_device *)calloc(1, sizeof *d);
+    if (d == NULL) return td_cuda_err(err, TD_E_NO_MEMORY, "no memory for the CUDA device");
+    if (e == cudaSuccess) e = cudaStreamCreateWithFlags(&d->copies, cudaStreamNonBlocking);
+    if (e != cudaSuccess) {
+        free(d);
+        return td_cuda_err(err, TD_E_UNSUPPORTED, "device \"cuda\": %s cannot be used: %s", p.name,
+                           cudaGetErrorString(e));
+    }
+    d->base.backend = &backend;
+    d->index = (int)o->index;
+    d->n_sms = p.multiProcessorCount;
+    *out = &d->base;
+    return TD_OK;
+}
+
+static void cuda_close(struct td_device *d)
+{
+    cudaStreamDestroy(td_cuda_device_of(d)->copies);
+    free(d);
+}
+
+/* The runtime keeps a current device per thread; any thread may call us. */
+static cudaError_t use(struct td_device *d) { return cudaSetDevice(td_cuda_device_of(d)->index); }
+
+/* ---- memory ---- */
+
+static enum td_status cuda_alloc(struct td_device *d, size_t bytes, void **out)
+{
+    cudaError_t e = use(d);
+    if (e == cudaSuccess) e = cudaMalloc(out, bytes == 0 ? 256 : bytes);
+    return td_cuda_status(e, "cudaMalloc");
+}
+
+static void cuda_free(struct td_device *d, void *p)
+{
+    if (use(d) == cudaSuccess) td_cuda_status(cudaFree(p), "cudaFree");
+}
+
+static enum td_status cuda_alloc_host(struct td_device *d, size_t bytes, void **out)
+{
+    cudaError_t e = use(d);
+    if (e == cudaSuccess) e = cudaHostAlloc(out, bytes == 0 ? 64 : bytes, cudaHostAllocDefault);
+    if (e == cudaSuccess) memset(*out, 0, bytes);
+    return td_cuda_status(e, "cudaHostAlloc");
+}
+
+static void cuda_free_host(struct td_device *d, void *p)
+{
+    if (use(d) == cudaSuccess) td_cuda_status(cudaFreeHost(p), "cudaFreeHost");
+}
+
+static enum td_status copy_now(struct td_device *d, void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind)
+{
+    cudaStream_t s = td_cuda_device_of(d)->copies;
+    cudaError_t e = use(d);
+    if (e == cudaSuccess) e = cudaMemcpyAsync(to, from, bytes, kind, s);
+    if (e == cudaSuccess) e = cudaStreamSynchronize(s);
+    return td_cuda_status(e, "copy");
+}
+
+static enum td_status cuda_upload(struct td_device *d, void *to, const void *from, size_t bytes)
+{
+    return copy_now(d, to, from, bytes, cudaMemcpyHostToDevice);
+}
+
+static enum td_status cuda_download(struct td_device *d, void *to, const void *from, size_t bytes)
+{
+    return copy_now(d, to, from, bytes, cudaMemcpyDeviceToHost);
+}
+
+/* Row-major as stored. */
+static size_t cuda_packed_bytes(const struct td_device *d, uint32_t n_out, uint32_t n_in, enum td_row_order order,
+                                size_t *bias_out)
+{
+    (void)d;
+    (void)order;
+    *bias_out = (size_t)n_out * sizeof(float);
+    return (size_t)n_out * n_in * TD_BF16_BYTES;
+}
+
+static size_t cuda_scratch_bytes(const struct td_device *d, const struct td_scratch_shape *s)
+{
+    (void)d;
+    return td_cuda_moe_scratch_bytes(s);
+}
+
+/* ---- streams ---- */
+
+static void cuda_stream_destroy(struct td_stream *base)
+{
+    struct td_cuda_stream *s = td_cuda_stream_of(base);
+    if (s->s != NULL) {
+        cudaStreamSynchronize(s->s);
+        cudaStreamDestroy(s->s);
+    }
+    cudaFree(s->parts);
+    cudaFree(s->counters);
+    free(s);
+}
+
+static enum td_status cuda_stream_create(struct td_device *d, uint32_t n_threads, struct td_stream **out)
+{
+    (void)n_threads;
+    struct td_cuda_stream *s = (struct td_cuda_stream *)calloc(1, sizeof *s);
+    if (s == NULL) return TD_E_NO_MEMORY;
+    s->base.device = d;
+    s->n_sms = td_cuda_device_of(d)->n_sms;
+    size_t part_bytes = (size_t)s->n_sms * 2 * 2 * TD_CUDA_PART_FLOATS * sizeof(float);
+    cudaError_t e = use(d);
+    if (e == cudaSuccess) e = cudaStreamCreateWithFlags(&s->s, cudaStreamNonBlocking);
+    if (e == cudaSuccess) e = cudaMalloc((void **)&s->parts, part_bytes);
+    if (e == cudaSuccess) e = cudaMalloc((void **)&s->counters, TD_CUDA_MAX_UNITS * sizeof *s->counters);
+    if (e == cudaSuccess) e = cudaMemsetAsync(s->counters, 0, TD_CUDA_MAX_UNITS * sizeof *s->counters, s->s);
+    if (e == cudaSuccess) e = cudaStreamSynchronize(s->s);
+    if (e != cudaSuccess) {
+        cuda_stream_destroy(&s->base);
+        return td_cuda_status(e, "stream_create");
+    }
+    *out = &s->base;
+    return TD_OK;
+}
+
+static enum td_status cuda_stream_sync(struct td_stream *s)
+{
+    return td_cuda_status(cudaStreamSynchronize(td_cuda_stream_of(s)->s), "stream");
+}
+
+static enum td_status cuda_copy_in(struct td_stream *s, void *to, const void *from, size_t bytes)
+{
+    /* The first call of a pass: the thread that runs it may be new to the runtime. */
+    cudaError_t e = use(s->device);
+    if (e == cudaSuccess) e = cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, td_cuda_stream_of(s)->s);
+    return td_cuda_status(e, "copy to the device");
+}
+
+static enum td_status cuda_copy_out(struct td_stream *s, void *to, const void *from, size_t bytes)
+{
+    return td_cuda_status(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, td_cuda_stream_of(s)->s),
+                          "copy from the device");
+}
+
+/* ---- graphs ---- */
+
+static enum td_status cuda_graph_begin(struct td_stream *s)
+{
+    return td_cuda_status(cudaStreamBeginCapture(td_cuda_stream_of(s)->s, cudaStreamCaptureModeThreadLocal), "capture");
+}
+
+static enum td_status cuda_graph_end(struct td_stream *s, struct td_graph **out)
+{
+    cudaGraph_t g = NULL;
+    cudaGraphExec_t exec = NULL;
+    cudaError_t e = cudaStreamEndCapture(td_cuda_stream_of(s)->s, &g);
+    if (e == cudaSuccess) e = cudaGraphInstantiate(&exec, g, 0);
+    if (g != NULL) cudaGraphDestroy(g);
+    if (e == cudaSuccess) *out = (struct td_graph *)exec;
+    return td_cuda_status(e, "capture");
+}
+
+static enum td_status cuda_graph_launch(struct td_stream *s, struct td_graph *g)
+{
+    return td_cuda_status(cudaGraphLaunch((cudaGraphExec_t)g, td_cuda_stream_of(s)->s), "graph");
+}
+
+static void cuda_graph_destroy(struct td_device *d, struct td_graph *g)
+{
+    if (use(d) == cudaSuccess) cudaGraphExecDestroy((cudaGraphExec_t)g);
+}
+
+static const char *cuda_last_error(const struct td_device *d)
+{
+    (void)d;
+    return td_cuda_last_error();
+}
+
+/* ---- the table ---- */
+
+static const struct td_backend backend = {
+    .name = "cuda",
+    .act_bytes = TD_BF16_BYTES,
+    .open = cuda_open,
+    .close = cuda_close,
+    .alloc = cuda_alloc,
+    .free = cuda_free,
+    .upload = cuda_upload,
+    .download = cuda_download,
+    .alloc_host = cuda_alloc_host,
+    .free_host = cuda_free_host,
+    .packed_bytes = cuda_packed_bytes,
+    .scratch_bytes = cuda_scratch_bytes,
+    .stream_create = cuda_stream_create,
+    .stream_destroy = cuda_stream_destroy,
+    .stream_sync = cuda_stream_sync,
+    .copy_in = cuda_copy_in,
+    .copy_out = cuda_copy_out,
+    .graph_begin = cuda_graph_begin,
+    .graph_end = cuda_graph_end,
+    .graph_launch = cuda_graph_launch,
+    .graph_destroy = cuda_graph_destroy,
+    .last_error = cuda_last_error,
+    .ops =
+        {
+#define X(op, meaning) .op = td_cuda_##op,
+#include "kernels/ops.def"
+#undef X
+        },
+};
+
+td_backend_entry_fn td_backend_entry;
+const struct td_backend *td_backend_entry(uint64_t abi) { return abi == TD_BACKEND_ABI ? &backend : NULL; }

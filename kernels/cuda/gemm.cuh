@@ -1,0 +1,149 @@
+/* Y = X W^T for many rows, bf16 in, f32 sums: tiles of 128 rows by BN columns. A producer warp streams boxes of X and W
+ * through a ring of stages with the copy engine; two warpgroups multiply 64 rows each. Every output is one chain over k in
+ * steps of 16, whatever the tile: rows do not depend on their company.
+ *
+ * Grouped: a list of tiles, each some rows of one expert, whose matrix lies `expert` times w_rows further down. */
+#ifndef TD_KERNELS_CUDA_GEMM_CUH
+#define TD_KERNELS_CUDA_GEMM_CUH
+
+#include "kernels/cuda/epilogue.cuh"
+#include "kernels/cuda/mma.cuh"
+
+#define GEMM_BM      128
+#define GEMM_BK      64
+#define GEMM_THREADS 384
+
+struct gemm_tile {
+    uint32_t expert, first, n; /* rows first .. first + n - 1 of X; n 0: nothing */
+};
+
+struct gemm_shape {
+    uint32_t n_rows, k;
+    uint32_t w_begin, n_cols;      /* rows of W: the columns of Y */
+    uint32_t w_rows;               /* of one expert's matrix */
+    const struct gemm_tile *tiles; /* NULL: one matrix */
+    uint32_t n_row_tiles, n_col_tiles;
+};
+
+template <int BN, int STAGES> struct gemm_smem {
+    alignas(1024) uint8_t x[STAGES][GEMM_BM * GEMM_BK * 2];
+    alignas(1024) uint8_t w[STAGES][BN * GEMM_BK * 2];
+    uint64_t full[STAGES], empty[STAGES];
+};
+
+template <int BN, int STAGES, class Epilogue>
+static __global__ void __launch_bounds__(GEMM_THREADS, 1)
+    gemm(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, const gemm_shape g,
+         const Epilogue store)
+{
+    extern __shared__ uint8_t raw[];
+    auto &sm = *reinterpret_cast<gemm_smem<BN, STAGES> *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~(uintptr_t)1023);
+    /* Blocks that run together share rows and columns: groups of 16 row tiles, columns inside. */
+    const uint32_t group = 16, per_group = group * g.n_col_tiles, in = blockIdx.x % per_group;
+    const uint32_t first_tile = blockIdx.x / per_group * group, n_in = min(group, g.n_row_tiles - first_tile);
+    const uint32_t row_tile = first_tile + in % n_in, col = in / n_in * BN;
+    gemm_tile tile = {0, row_tile * GEMM_BM, g.n_rows - row_tile * GEMM_BM};
+    if (g.tiles != nullptr) tile = g.tiles[row_tile];
+    if (tile.n == 0) return;
+    const uint32_t n_steps = (g.k + GEMM_BK - 1) / GEMM_BK;
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(&sm.full[i], 1);
+            barrier_init(&sm.empty[i], 2);
+        }
+        barrier_init_fence();
+        map_prefetch(&x_map);
+        map_prefetch(&w_map);
+    }
+    __syncthreads();
+
+    if (threadIdx.x < 128) {
+        regs_less<40>();
+        if (threadIdx.x == 0) {
+            const int w_row = (int)(tile.expert * g.w_rows + g.w_begin + col);
+            for (uint32_t i = 0; i < n_steps; i++) {
+                uint32_t st = i % STAGES, round = i / STAGES;
+                barrier_wait(&sm.empty[st], (round & 1) ^ 1);
+                barrier_expect(&sm.full[st], (GEMM_BM + BN) * GEMM_BK * 2);
+                copy_box_2d(sm.x[st], &x_map, &sm.full[st], (int)(i * GEMM_BK), (int)tile.first);
+                copy_box_2d(sm.w[st], &w_map, &sm.full[st], (int)(i * GEMM_BK), w_row);
+            }
+        }
+        return;
+    }
+    regs_more<232>();
+    const uint32_t wg = threadIdx.x / 128 - 1, lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    float d[BN / 2];
+#pragma unroll
+    for (int i = 0; i < BN / 2; i++) d[i] = 0;
+    for (uint32_t i = 0; i < n_steps; i++) {
+        uint32_t st = i % STAGES, round = i / STAGES;
+        barrier_wait(&sm.full[st], round & 1);
+        uint64_t x = tile_desc(sm.x[st] + wg * 64 * GEMM_BK * 2), w = tile_desc(sm.w[st]);
+        keep(d);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < GEMM_BK / 16; k++) wgmma_ss(d, x + k * 2, w + k * 2, false);
+        wgmma_commit();
+        keep(d);
+        wgmma_wait<1>();
+        if (i > 0 && threadIdx.x % 128 == 0) barrier_arrive(&sm.empty[(i - 1) % STAGES]);
+    }
+    wgmma_wait<0>();
+    keep(d);
+
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const uint32_t row = wg * 64 + warp * 16 + lane / 4 + h * 8;
+        if (row >= tile.n) continue;
+        const uint32_t r = tile.first + row, c = col + lane % 4 * 2;
+        if constexpr (Epilogue::pairs == PAIRS_NEXT) {
+#pragma unroll
+            for (int i = 0; i < BN / 8; i++) store(r, c + i * 8, d[4 * i + 2 * h], d[4 * i + 2 * h + 1], tile.expert);
+        } else {
+#pragma unroll
+            for (int i = 0; i < BN / 8; i++) {
+                if (i % 8 >= 4) continue;
+                store(r, c + i * 8, d[4 * i + 2 * h], d[4 * (i + 4) + 2 * h], tile.expert);
+                store(r, c + i * 8 + 1, d[4 * i + 2 * h + 1], d[4 * (i + 4) + 2 * h + 1], tile.expert);
+            }
+        }
+    }
+}
+
+template <int BN, int STAGES, class Epilogue>
+static enum td_status gemm_start(const struct td_cuda_stream *s, const CUtensorMap *x_map, const void *w,
+                                 uint64_t w_rows_all, gemm_shape g, const Epilogue &store, const char *what)
+{
+    CUtensorMap w_map;
+    enum td_status st = td_cuda_map_rows(&w_map, w, w_rows_all, g.k, g.k, BN);
+    if (st != TD_OK) return st;
+    g.n_col_tiles = td_ceil_div(g.n_cols, BN);
+    const int bytes = sizeof(gemm_smem<BN, STAGES>) + 1024;
+    auto kernel = gemm<BN, STAGES, Epilogue>;
+    cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (e != cudaSuccess) return td_cuda_status(e, what);
+    kernel<<<g.n_row_tiles * g.n_col_tiles, GEMM_THREADS, bytes, s->s>>>(*x_map, w_map, g, store);
+    return TD_CUDA_LAUNCHED(what);
+}
+
+/* x [n_rows_all, k]; w: the first expert's matrix of w_rows_all rows in all. Narrow tiles where wide ones would leave
+ * multiprocessors idle. */
+template <class Epilogue>
+static enum td_status gemm_run(const struct td_cuda_stream *s, const void *x, uint64_t x_rows, const void *w,
+                               uint64_t w_rows_all, gemm_shape g, const Epilogue &store, const char *what)
+{
+    if (g.k % 8 != 0) return TD_E_UNSUPPORTED;
+    CUtensorMap x_map;
+    enum td_status st = td_cuda_map_rows(&x_map, x, x_rows, g.k, g.k, GEMM_BM);
+    if (st != TD_OK) return st;
+    if (g.tiles == nullptr) g.n_row_tiles = td_ceil_div(g.n_rows, GEMM_BM);
+    uint32_t wide = g.n_row_tiles * td_ceil_div(g.n_cols, 256), sms = (uint32_t)s->n_sms;
+    if (wide >= 2 * sms) return gemm_start<256, 4>(s, &x_map, w, w_rows_all, g, store, what);
+    if (g.n_row_tiles * td_ceil_div(g.n_cols, 128) >= sms)
+        return gemm_start<128, 6>(s, &x_map, w, w_rows_all, g, store, what);
+    return gemm_start<64, 8>(s, &x_map, w, w_rows_all, g, store, what);
+}
+
+#endif

@@ -1,0 +1,92 @@
+/* A matrix as stored becomes row-major bf16 [n_out, n_in] on the device; MXFP4 is widened there, exactly. Load time: the
+ * host waits for each matrix. Staging memory lives as long as the call. */
+#include "kernels/cuda/cuda_int.h"
+
+static __global__ void transpose(const td_bf16 *from, td_bf16 *to, uint32_t n_out, uint32_t n_in)
+{
+    __shared__ td_bf16 tile[32][33];
+    uint32_t row = blockIdx.y * 32, col = blockIdx.x * 32; /* of `from`, [n_in][n_out] */
+    for (uint32_t i = threadIdx.y; i < 32; i += blockDim.y)
+        if (row + i < n_in && col + threadIdx.x < n_out)
+            tile[i][threadIdx.x] = from[(size_t)(row + i) * n_out + col + threadIdx.x];
+    __syncthreads();
+    for (uint32_t i = threadIdx.y; i < 32; i += blockDim.y)
+        if (col + i < n_out && row + threadIdx.x < n_in)
+            to[(size_t)(col + i) * n_in + row + threadIdx.x] = tile[threadIdx.x][i];
+}
+
+/* A thread widens one byte, elements 2i and 2i + 1 of a row. groups: of a stored row. */
+static __global__ void widen(const uint8_t *blocks, const uint8_t *scales, uint32_t groups, uint32_t col_begin,
+                             uint32_t n_out, uint32_t n_in, td_bf16 *to, uint32_t *is_bad)
+{
+    const float magnitude[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= (size_t)n_out * n_in) return;
+    size_t row = i / n_in, col = col_begin + i % n_in, group = row * groups + col / 32;
+    uint8_t byte = blocks[group * 16 + col % 32 / 2], code = col % 2 == 0 ? byte & 15 : byte >> 4, scale = scales[group];
+    float v = ldexpf(magnitude[code & 7], (int)scale - 127);
+    if (scale == 255 || isinf(v)) *is_bad = 1;
+    to[i] = __float2bfloat16_rn(code & 8 ? -v : v);
+}
+
+static cudaError_t copy_rows(const struct td_pack_weight_args *a, cudaStream_t s)
+{
+    const uint16_t *from = (const uint16_t *)a->data + (size_t)a->row_begin * a->ld + a->col_begin;
+    return cudaMemcpy2DAsync(a->out, (size_t)a->n_in * 2, from, (size_t)a->ld * 2, (size_t)a->n_in * 2, a->n_out,
+                             cudaMemcpyHostToDevice, s);
+}
+
+static cudaError_t copy_cols(const struct td_pack_weight_args *a, void *staging, cudaStream_t s)
+{
+    const uint16_t *from = (const uint16_t *)a->data + (size_t)a->col_begin * a->ld + a->row_begin;
+    cudaError_t e = cudaMemcpy2DAsync(staging, (size_t)a->n_out * 2, from, (size_t)a->ld * 2, (size_t)a->n_out * 2,
+                                      a->n_in, cudaMemcpyHostToDevice, s);
+    if (e != cudaSuccess) return e;
+    dim3 grid(td_ceil_div(a->n_out, 32), td_ceil_div(a->n_in, 32));
+    transpose<<<grid, dim3(32, 8), 0, s>>>((const td_bf16 *)staging, (td_bf16 *)a->out, a->n_out, a->n_in);
+    return cudaPeekAtLastError();
+}
+
+static cudaError_t copy_mxfp4(const struct td_pack_weight_args *a, uint8_t *staging, cudaStream_t s, uint32_t *is_bad_out)
+{
+    uint32_t groups = a->ld / 32;
+    size_t n = (size_t)a->n_out * groups, first = (size_t)a->row_begin * groups;
+    uint8_t *scales = staging + n * 16;
+    uint32_t *is_bad = (uint32_t *)(staging + (n * 17 + 3) / 4 * 4);
+    cudaError_t e = cudaMemcpyAsync(staging, (const uint8_t *)a->data + first * 16, n * 16, cudaMemcpyHostToDevice, s);
+    if (e == cudaSuccess) e = cudaMemcpyAsync(scales, a->scales + first, n, cudaMemcpyHostToDevice, s);
+    if (e == cudaSuccess) e = cudaMemsetAsync(is_bad, 0, sizeof *is_bad, s);
+    if (e != cudaSuccess) return e;
+    size_t n_elements = (size_t)a->n_out * a->n_in;
+    widen<<<(uint32_t)((n_elements + 255) / 256), 256, 0, s>>>(staging, scales, groups, a->col_begin, a->n_out, a->n_in,
+                                                              (td_bf16 *)a->out, is_bad);
+    e = cudaPeekAtLastError();
+    if (e == cudaSuccess) e = cudaMemcpyAsync(is_bad_out, is_bad, sizeof *is_bad, cudaMemcpyDeviceToHost, s);
+    return e;
+}
+
+enum td_status td_cuda_pack_weight(struct td_stream *base, const struct td_pack_weight_args *a)
+{
+    cudaStream_t s = td_cuda_stream_of(base)->s;
+    size_t staging_bytes = 0;
+    if (a->source == TD_SRC_BF16_COLS) staging_bytes = (size_t)a->n_out * a->n_in * 2;
+    if (a->source == TD_SRC_MXFP4) staging_bytes = (size_t)a->n_out * (a->ld / 32) * 17 + 8;
+    uint8_t *staging = NULL;
+    uint32_t is_bad = 0;
+    cudaError_t e = cudaSetDevice(td_cuda_device_of(base->device)->index);
+    if (e == cudaSuccess && staging_bytes != 0) e = cudaMallocAsync((void **)&staging, staging_bytes, s);
+    if (e == cudaSuccess) {
+        switch (a->source) {
+        case TD_SRC_BF16_ROWS: e = copy_rows(a, s); break;
+        case TD_SRC_BF16_COLS: e = copy_cols(a, staging, s); break;
+        case TD_SRC_MXFP4: e = copy_mxfp4(a, staging, s, &is_bad); break;
+        }
+    }
+    if (e == cudaSuccess && a->bias != NULL)
+        e = cudaMemcpyAsync(a->bias_out, a->bias, a->n_out * sizeof *a->bias, cudaMemcpyHostToDevice, s);
+    if (staging != NULL) cudaFreeAsync(staging, s);
+    cudaError_t synced = cudaStreamSynchronize(s);
+    if (e == cudaSuccess) e = synced;
+    if (e != cudaSuccess) return td_cuda_status(e, "pack_weight");
+    return is_bad ? TD_E_INVALID : TD_OK;
+}

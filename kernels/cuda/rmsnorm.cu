@@ -1,0 +1,24 @@
+/* y = x / sqrt(mean(x^2) + eps) * w, one rounding at the end. A block a row. */
+#include "kernels/cuda/cuda_int.h"
+#include "kernels/cuda/norm.cuh"
+
+static __global__ void __launch_bounds__(NORM_THREADS)
+    rmsnorm(const float *x, const float *w, td_bf16 *y, uint32_t dim, float eps)
+{
+    const float2 *row = (const float2 *)(x + (size_t)blockIdx.x * dim);
+    float2 v[NORM_PAIRS];
+#pragma unroll
+    for (int p = 0; p < NORM_PAIRS; p++) {
+        uint32_t i = p * NORM_THREADS + threadIdx.x;
+        v[p] = 2 * i < dim ? row[i] : make_float2(0, 0);
+    }
+    norm_row(v, w, y + (size_t)blockIdx.x * dim, dim, eps);
+}
+
+enum td_status td_cuda_rmsnorm(struct td_stream *s, const struct td_rmsnorm_args *a)
+{
+    if (a->dim % 2 != 0 || a->dim > NORM_MAX_DIM) return TD_E_UNSUPPORTED;
+    if (a->n_rows == 0) return TD_OK;
+    rmsnorm<<<a->n_rows, NORM_THREADS, 0, td_cuda_stream_of(s)->s>>>(a->x, a->w, (td_bf16 *)a->y, a->dim, a->eps);
+    return TD_CUDA_LAUNCHED("rmsnorm");
+}

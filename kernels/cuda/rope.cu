@@ -1,0 +1,23 @@
+/* cos and sin of position * frequency. The angle is an f32 product, as on the CPU; cos and sin of it in double, with full
+ * range reduction: the work is nothing beside a pass. */
+#include "kernels/cuda/cuda_int.h"
+
+static __global__ void rope(const uint32_t *positions, const float *freqs, float factor, float *cos_out, float *sin_out,
+                            uint32_t n_rows, uint32_t half)
+{
+    uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n_rows * half) return;
+    float angle = (float)positions[i / half] * freqs[i % half];
+    double c, s;
+    sincos((double)angle, &s, &c);
+    cos_out[i] = (float)(c * (double)factor);
+    sin_out[i] = (float)(s * (double)factor);
+}
+
+enum td_status td_cuda_rope(struct td_stream *s, const struct td_rope_args *a)
+{
+    if (a->n_rows == 0) return TD_OK;
+    rope<<<td_ceil_div(a->n_rows * a->half, 128), 128, 0, td_cuda_stream_of(s)->s>>>(a->positions, a->freqs, a->factor,
+                                                                                     a->cos, a->sin, a->n_rows, a->half);
+    return TD_CUDA_LAUNCHED("rope");
+}
