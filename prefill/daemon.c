@@ -13,6 +13,7 @@
 
 #define SHUTDOWN_GRACE_MS 2000u /* for what is queued on streams */
 #define HUNG_GRACE_MS     500u
+#define LINGER_MS         250u /* a Run that the router sent before it knew is refused by name, not by a closed port */
 #define HTTP_GRACE_MS     200u /* for an admin page that is being read while we leave */
 
 /* ---- the end -------------------------------------------------------------------------------------------------------
@@ -42,11 +43,11 @@ static void on_stop(struct td_timer *t)
 }
 
 /* May be called from anywhere, the worker's inside included. */
-static void stop_soon(struct td_prefill_daemon *d)
+static void stop_in(struct td_prefill_daemon *d, uint64_t ns)
 {
     struct td_env *env = td_loop_env(d->loop);
     d->stop_timer.fire = on_stop;
-    if (!d->stop_timer.is_armed && d->phase != TD_PREFILL_STOPPING) env->timer_start(env, &d->stop_timer, 0);
+    if (d->phase != TD_PREFILL_STOPPING) env->timer_start(env, &d->stop_timer, ns);
 }
 
 /* No new request; those that run get this answer now; then the end. */
@@ -54,7 +55,7 @@ static void end_now(struct td_prefill_daemon *d, enum td_status st, const char *
 {
     td_prefill_worker_drain(d->worker);
     td_prefill_worker_end_all(d->worker, st, text);
-    stop_soon(d);
+    stop_in(d, 0);
 }
 
 static void on_drain_timer(struct td_timer *t)
@@ -71,6 +72,7 @@ void td_prefill_daemon_drain(struct td_prefill_daemon *d)
     d->phase = TD_PREFILL_DRAINING;
     td_rpc_set_serving(d->rpc, false);
     struct td_env *env = td_loop_env(d->loop);
+    d->drain_ns = env->now_ns(env);
     d->drain_timer.fire = on_drain_timer;
     env->timer_start(env, &d->drain_timer, d->cfg.drain_timeout * TD_NS_PER_MS);
     td_prefill_worker_drain(d->worker);
@@ -100,8 +102,11 @@ static enum td_status submit(void *self, struct td_batch *b)
 static void on_drained(void *self)
 {
     struct td_prefill_daemon *d = self;
+    struct td_env *env = td_loop_env(d->loop);
+    if (d->stop_timer.is_armed) return;
+    uint64_t since_ns = env->now_ns(env) - d->drain_ns, linger_ns = LINGER_MS * TD_NS_PER_MS;
     TD_DEBUG("drained", "name=%s", d->cfg.name);
-    stop_soon(d);
+    stop_in(d, since_ns < linger_ns ? linger_ns - since_ns : 0);
 }
 
 struct td_prefill_ports td_prefill_daemon_ports(struct td_prefill_daemon *d)

@@ -45,6 +45,7 @@ struct td_prefill_daemon {
 
     enum td_prefill_phase phase;
     int exit_status;
+    uint64_t drain_ns;              /* when draining began */
     struct td_timer drain_timer;    /* --drain-timeout */
     struct td_timer watchdog_timer; /* --step-timeout */
     struct td_timer stop_timer;     /* leaves what called us first */
