@@ -8,7 +8,7 @@
 #include "common/base/mem.h"
 
 #define SHORT_BYTES 64u
-#define NEVER       UINT32_MAX
+#define NONE        UINT32_MAX
 
 void td_bpe_scratch_free(struct td_bpe_scratch *s)
 {
@@ -18,34 +18,21 @@ void td_bpe_scratch_free(struct td_bpe_scratch *s)
 
 static enum td_status merge_short(const struct td_vocab *v, const uint8_t *piece, size_t n, struct td_token_list *out)
 {
-    uint32_t ids[SHORT_BYTES], priority[SHORT_BYTES], merged[SHORT_BYTES]; /* [i] of the pair (i, i + 1) */
+    uint32_t ids[SHORT_BYTES], priority[SHORT_BYTES]; /* [i] of the pair (i, i + 1) */
     for (size_t i = 0; i < n; i++) ids[i] = v->byte_ids[piece[i]];
-    for (size_t i = 0; i + 1 < n; i++) {
-        struct td_pair_slot s = td_vocab_pair(v, ids[i], ids[i + 1]);
-        priority[i] = s.priority;
-        merged[i] = s.id;
-    }
+    for (size_t i = 0; i + 1 < n; i++) priority[i] = v->byte_pairs[(uint32_t)piece[i] << 8 | piece[i + 1]];
     while (n > 1) {
         size_t best = 0;
         for (size_t i = 1; i + 1 < n; i++) {
             if (priority[i] < priority[best]) best = i;
         }
-        if (priority[best] == NEVER) break;
-        ids[best] = merged[best];
+        if (priority[best] == TD_NEVER) break;
+        ids[best] = td_vocab_merged(v, priority[best]);
         n--;
-        memmove(ids + best + 1, ids + best + 2, (n - best - 1) * sizeof *ids);
-        memmove(priority + best, priority + best + 1, (n - best - 1) * sizeof *priority);
-        memmove(merged + best, merged + best + 1, (n - best - 1) * sizeof *merged);
-        if (best + 1 < n) {
-            struct td_pair_slot s = td_vocab_pair(v, ids[best], ids[best + 1]);
-            priority[best] = s.priority;
-            merged[best] = s.id;
-        }
-        if (best > 0) {
-            struct td_pair_slot s = td_vocab_pair(v, ids[best - 1], ids[best]);
-            priority[best - 1] = s.priority;
-            merged[best - 1] = s.id;
-        }
+        for (size_t i = best + 1; i < n; i++) ids[i] = ids[i + 1];
+        for (size_t i = best; i + 1 < n; i++) priority[i] = priority[i + 1];
+        if (best + 1 < n) priority[best] = td_vocab_priority(v, ids[best], ids[best + 1]);
+        if (best > 0) priority[best - 1] = td_vocab_priority(v, ids[best - 1], ids[best]);
     }
     td_token_list_append(out, ids, n);
     return out->failed ? TD_E_NO_MEMORY : TD_OK;
@@ -54,8 +41,8 @@ static enum td_status merge_short(const struct td_vocab *v, const uint8_t *piece
 /* A symbol of the linked list; its place in the array is where it starts in the piece. */
 struct symbol {
     uint32_t id;
-    uint32_t prev, next;       /* NEVER: none */
-    uint32_t priority, merged; /* of the pair with next; NEVER also when this symbol is gone */
+    uint32_t prev, next; /* NONE: no neighbour */
+    uint32_t priority;   /* of the pair with next; TD_NEVER also when this symbol is gone */
 };
 
 /* Min-heap of priority << 32 | place: the lowest priority first, then the leftmost. Entries whose pair has changed
@@ -100,14 +87,8 @@ static uint64_t heap_pop(struct heap *h)
 /* Looks up the pair of symbol i with its successor; true if it may merge. */
 static bool pair_up(const struct td_vocab *v, struct symbol *s, uint32_t i)
 {
-    if (s[i].next == NEVER) {
-        s[i].priority = NEVER;
-        return false;
-    }
-    struct td_pair_slot p = td_vocab_pair(v, s[i].id, s[s[i].next].id);
-    s[i].priority = p.priority;
-    s[i].merged = p.id;
-    return p.priority != NEVER;
+    s[i].priority = s[i].next == NONE ? TD_NEVER : td_vocab_priority(v, s[i].id, s[s[i].next].id);
+    return s[i].priority != TD_NEVER;
 }
 
 static uint64_t key_of(const struct symbol *s, uint32_t i) { return (uint64_t)s[i].priority << 32 | i; }
@@ -128,8 +109,8 @@ static enum td_status merge_long(const struct td_vocab *v, const uint8_t *piece,
     struct symbol *s = (struct symbol *)(void *)(h.keys + n_keys);
     for (uint32_t i = 0; i < n; i++) {
         s[i].id = v->byte_ids[piece[i]];
-        s[i].prev = i == 0 ? NEVER : i - 1;
-        s[i].next = i + 1 == n ? NEVER : i + 1;
+        s[i].prev = i == 0 ? NONE : i - 1;
+        s[i].next = i + 1 == n ? NONE : i + 1;
     }
     for (uint32_t i = 0; i < n; i++) {
         if (pair_up(v, s, i)) h.keys[h.n++] = key_of(s, i);
@@ -140,15 +121,15 @@ static enum td_status merge_long(const struct td_vocab *v, const uint8_t *piece,
         uint32_t i = (uint32_t)key;
         if (s[i].priority != (uint32_t)(key >> 32)) continue;
         uint32_t gone = s[i].next;
-        s[i].id = s[i].merged;
+        s[i].id = td_vocab_merged(v, s[i].priority);
         s[i].next = s[gone].next;
-        if (s[i].next != NEVER) s[s[i].next].prev = i;
-        s[gone].priority = NEVER;
+        if (s[i].next != NONE) s[s[i].next].prev = i;
+        s[gone].priority = TD_NEVER;
         if (pair_up(v, s, i)) heap_push(&h, key_of(s, i));
         uint32_t before = s[i].prev;
-        if (before != NEVER && pair_up(v, s, before)) heap_push(&h, key_of(s, before));
+        if (before != NONE && pair_up(v, s, before)) heap_push(&h, key_of(s, before));
     }
-    for (uint32_t i = 0; i != NEVER; i = s[i].next) td_token_list_push(out, s[i].id);
+    for (uint32_t i = 0; i != NONE; i = s[i].next) td_token_list_push(out, s[i].id);
     return out->failed ? TD_E_NO_MEMORY : TD_OK;
 }
 

@@ -289,7 +289,8 @@ static enum td_status read_merges(const json_t *root, const struct byte_map *map
         }
     }
     td_buf_free(&bytes);
-    return st == TD_OK ? td_vocab_merges_end(vocab) : st;
+    if (st == TD_OK) td_vocab_merges_end(vocab);
+    return st;
 }
 
 enum td_status td_tokenizer_parse_json(const char *text, size_t n, const char *name, struct td_tokenizer **out,
@@ -331,5 +332,6 @@ out:
     td_tokenizer_destroy(t);
     json_decref(root);
     if (st == TD_E_NO_MEMORY) td_err_set(err, st, "out of memory");
+    if (st == TD_E_TOO_LARGE) st = td_err_set(err, TD_E_BAD_FILE, "more tokens or merges than are supported");
     return st == TD_OK ? TD_OK : td_err_prefix(err, st, "%s", name);
 }

@@ -10,9 +10,14 @@
 #include "common/base/check.h"
 #include "common/base/mem.h"
 
+#define MAX_IDS    ((1u << TD_PAIR_ID_BITS) - 1)
+#define MAX_MERGES ((1u << TD_PAIR_PRIORITY_BITS) - 1)
+
 enum td_status td_vocab_init(struct td_vocab *v, uint32_t n_ids)
 {
-    *v = (struct td_vocab){.n_ids = n_ids};
+    *v = (struct td_vocab){0};
+    if (n_ids >= MAX_IDS) return TD_E_TOO_LARGE;
+    v->n_ids = n_ids;
     v->tokens = td_calloc(n_ids, sizeof *v->tokens);
     return v->tokens == NULL ? TD_E_NO_MEMORY : TD_OK;
 }
@@ -23,6 +28,8 @@ void td_vocab_deinit(struct td_vocab *v)
     free(v->tokens);
     free(v->by_bytes);
     free(v->pairs);
+    free(v->merge_ids);
+    free(v->byte_pairs);
     free(v->specials);
     *v = (struct td_vocab){0};
 }
@@ -96,10 +103,10 @@ enum td_status td_vocab_index(struct td_vocab *v, struct td_err *err)
         uint32_t other = td_vocab_find(v, bytes, t->n_bytes);
         if (other != TD_NO_TOKEN)
             return td_err_set(err, TD_E_BAD_FILE, "tokens %u and %u have the same text", other, id);
-        uint64_t h = XXH3_64bits(bytes, t->n_bytes);
-        uint32_t i = (uint32_t)h & v->bytes_mask;
+        struct td_bytes_key key = td_bytes_key(bytes, t->n_bytes);
+        uint32_t i = td_bytes_key_hash(key) & v->bytes_mask;
         while (v->by_bytes[i].id != TD_NO_TOKEN) i = (i + 1) & v->bytes_mask;
-        v->by_bytes[i] = (struct td_bytes_slot){.hash = (uint32_t)(h >> 32), .id = id};
+        v->by_bytes[i] = (struct td_bytes_slot){.key = key, .id = id};
     }
     for (unsigned b = 0; b < 256; b++) {
         uint8_t byte = (uint8_t)b;
@@ -112,10 +119,12 @@ enum td_status td_vocab_index(struct td_vocab *v, struct td_err *err)
 
 enum td_status td_vocab_merges_begin(struct td_vocab *v, size_t n_merges)
 {
-    if (n_merges >= UINT32_MAX / 4) return TD_E_NO_MEMORY;
+    if (n_merges >= MAX_MERGES) return TD_E_TOO_LARGE;
     uint32_t slots = slots_for(n_merges + 1);
     v->pairs = td_calloc(slots, sizeof *v->pairs);
-    if (v->pairs == NULL) return TD_E_NO_MEMORY;
+    v->merge_ids = td_calloc(n_merges, sizeof *v->merge_ids);
+    v->byte_pairs = td_calloc(1u << 16, sizeof *v->byte_pairs);
+    if (v->pairs == NULL || v->merge_ids == NULL || v->byte_pairs == NULL) return TD_E_NO_MEMORY;
     memset(v->pairs, 0xff, slots * sizeof *v->pairs);
     v->pair_shift = 64u - (uint32_t)__builtin_ctz(slots);
     v->max_pairs = (uint32_t)n_merges;
@@ -123,18 +132,23 @@ enum td_status td_vocab_merges_begin(struct td_vocab *v, size_t n_merges)
 }
 
 /* False: the pair is there already. */
-static bool insert_pair(struct td_vocab *v, uint32_t left, uint32_t right, uint32_t priority, uint32_t id)
+static bool insert_pair(struct td_vocab *v, uint32_t left, uint32_t right, uint32_t priority)
 {
     TD_CHECK(v->n_pairs < v->max_pairs);
-    uint64_t pair = (uint64_t)left << 32 | right;
-    uint32_t mask = UINT32_MAX >> (v->pair_shift - 32);
-    uint32_t i = (uint32_t)(pair * 0x9E3779B97F4A7C15ull >> v->pair_shift);
-    for (; v->pairs[i].pair != UINT64_MAX; i = (i + 1) & mask) {
-        if (v->pairs[i].pair == pair) return false;
+    uint64_t key = td_pair_key(left, right);
+    uint32_t mask = UINT32_MAX >> (v->pair_shift - 32), i = td_pair_hash(v, key);
+    for (; v->pairs[i] != UINT64_MAX; i = (i + 1) & mask) {
+        if (v->pairs[i] >> TD_PAIR_PRIORITY_BITS == key) return false;
     }
-    v->pairs[i] = (struct td_pair_slot){.pair = pair, .priority = priority, .id = id};
+    v->pairs[i] = key << TD_PAIR_PRIORITY_BITS | priority;
     v->n_pairs++;
     return true;
+}
+
+static void fill_byte_pairs(struct td_vocab *v)
+{
+    for (uint32_t i = 0; i < 1u << 16; i++)
+        v->byte_pairs[i] = td_vocab_priority(v, v->byte_ids[i >> 8], v->byte_ids[i & 0xff]);
 }
 
 enum td_status td_vocab_merge_add(struct td_vocab *v, const uint8_t *left, size_t n_left, const uint8_t *right,
@@ -149,7 +163,8 @@ enum td_status td_vocab_merge_add(struct td_vocab *v, const uint8_t *left, size_
     memcpy(both + n_left, right, n_right);
     uint32_t id = td_vocab_find(v, both, n_left + n_right);
     if (id == TD_NO_TOKEN) return td_err_set(err, TD_E_BAD_FILE, "its result is not in the vocabulary");
-    if (!insert_pair(v, l, r, v->n_pairs, id)) return td_err_set(err, TD_E_BAD_FILE, "the pair is listed twice");
+    if (!insert_pair(v, l, r, v->n_pairs)) return td_err_set(err, TD_E_BAD_FILE, "the pair is listed twice");
+    v->merge_ids[v->n_pairs - 1] = id;
     return TD_OK;
 }
 
@@ -179,29 +194,36 @@ static void count_split(struct td_vocab *v, uint32_t l, uint32_t r, uint32_t id,
 static void insert_split(struct td_vocab *v, uint32_t l, uint32_t r, uint32_t id, void *user)
 {
     (void)user;
-    bool is_new = insert_pair(v, l, r, id, id);
+    bool is_new = insert_pair(v, l, r, id);
     TD_CHECK(is_new); /* a pair of tokens has one concatenation, and a token has one split at a place */
 }
 
-enum td_status td_vocab_merges_end(struct td_vocab *v)
+/* The list says the same as the ids. */
+static bool is_list_by_ids(struct td_vocab *v)
 {
     size_t n_splits = 0;
+    for (uint32_t i = 1; i < v->n_pairs; i++) {
+        if (v->merge_ids[i - 1] > v->merge_ids[i]) return false;
+    }
     each_split(v, count_split, &n_splits);
-    if (n_splits != v->n_pairs)
-        return TD_OK; /* all listed pairs are splits, each once: equal counts mean that none is missing */
-    uint32_t *id_at = td_calloc(v->n_pairs, sizeof *id_at);
-    if (id_at == NULL) return TD_E_NO_MEMORY;
+    return n_splits == v->n_pairs; /* all listed pairs are splits, each once: equal counts mean that none is missing */
+}
+
+static void use_ids(struct td_vocab *v)
+{
+    const uint64_t mask = ((uint64_t)1 << TD_PAIR_PRIORITY_BITS) - 1;
     uint32_t n_slots = (UINT32_MAX >> (v->pair_shift - 32)) + 1;
-    for (uint32_t i = 0; i < n_slots; i++) {
-        if (v->pairs[i].pair != UINT64_MAX) id_at[v->pairs[i].priority] = v->pairs[i].id;
+    for (uint32_t i = 0; i < n_slots && v->merge_ids != NULL; i++) {
+        if (v->pairs[i] != UINT64_MAX) v->pairs[i] = (v->pairs[i] & ~mask) | v->merge_ids[v->pairs[i] & mask];
     }
-    bool is_ordered = true;
-    for (uint32_t i = 1; i < v->n_pairs; i++) is_ordered = is_ordered && id_at[i - 1] <= id_at[i];
-    free(id_at);
-    for (uint32_t i = 0; is_ordered && i < n_slots; i++) {
-        if (v->pairs[i].pair != UINT64_MAX) v->pairs[i].priority = v->pairs[i].id;
-    }
-    return TD_OK;
+    free(v->merge_ids);
+    v->merge_ids = NULL;
+}
+
+void td_vocab_merges_end(struct td_vocab *v)
+{
+    if (is_list_by_ids(v)) use_ids(v);
+    fill_byte_pairs(v);
 }
 
 enum td_status td_vocab_merges_from_ids(struct td_vocab *v)
@@ -209,6 +231,10 @@ enum td_status td_vocab_merges_from_ids(struct td_vocab *v)
     size_t n_splits = 0;
     each_split(v, count_split, &n_splits);
     enum td_status st = td_vocab_merges_begin(v, n_splits);
-    if (st == TD_OK) each_split(v, insert_split, NULL);
-    return st;
+    if (st != TD_OK) return st;
+    each_split(v, insert_split, NULL);
+    free(v->merge_ids);
+    v->merge_ids = NULL;
+    fill_byte_pairs(v);
+    return TD_OK;
 }

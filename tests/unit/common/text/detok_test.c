@@ -16,7 +16,7 @@ static void decode_in_pieces(const uint8_t *bytes, size_t n, uint64_t *seed, str
         size_t n_before = out->n;
         td_detok_feed_bytes(&d, bytes + i, k, out);
         i += k;
-        assert_true(td_utf8_is_valid(out->data + n_before, out->n - n_before));
+        if (out->n > n_before) assert_true(td_utf8_is_valid(out->data + n_before, out->n - n_before));
         assert_true(d.n_pending <= 3);
     }
     td_detok_end(&d, out);
@@ -73,7 +73,7 @@ static void any_cutting_of_valid_text_gives_the_text(void **state)
             assert_int_equal(back, len);
             td_buf_put(&text, bytes, len);
         }
-        assert_true(td_utf8_is_valid(text.data, text.n));
+        if (text.n > 0) assert_true(td_utf8_is_valid(text.data, text.n));
         decode_in_pieces(text.data, text.n, &seed, &out);
         assert_int_equal(out.n, text.n);
         assert_true(text.n == 0 || memcmp(out.data, text.data, text.n) == 0);
@@ -118,7 +118,7 @@ static void tokens_stream_as_they_decode_at_once(void **state)
         for (size_t i = 0; i < ids.n; i++) {
             size_t n_before = streamed.n;
             td_detok_feed(&d, ids.ids[i], &streamed);
-            assert_true(td_utf8_is_valid(streamed.data + n_before, streamed.n - n_before));
+            if (streamed.n > n_before) assert_true(td_utf8_is_valid(streamed.data + n_before, streamed.n - n_before));
         }
         td_detok_end(&d, &streamed);
         td_tokenizer_decode(tiny, ids.ids, ids.n, keep == 1, &whole);
