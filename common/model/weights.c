@@ -372,8 +372,7 @@ enum td_status td_weights_load(const struct td_model_config *c, const struct td_
 out:
     td_weights_free(&w);
     td_stream_destroy(l.stream);
-    free(l.scratch[0]);
-    free(l.scratch[1]);
+    for (uint32_t i = 0; i < N_SCRATCH; i++) free(l.scratch[i]);
     free(l.floats);
     return st;
 }
