@@ -3,6 +3,8 @@ import contextlib
 import json
 import os
 import pathlib
+import pty
+import select
 import signal
 import subprocess
 import time
@@ -125,6 +127,38 @@ def test_low_effort_and_instructions_reach_the_model(up):
 def test_the_question_may_come_on_standard_input(up):
     done = ctl("chat", "--run-dir", up.run_dir, "--temperature", 0, stdin="Spell the word bridge.\n")
     assert done.returncode == 0 and "b-r-i-d-g-e" in done.stdout
+
+
+def test_a_conversation_remembers_and_ctrl_c_stops_an_answer(up):
+    prompt = b"> \x1b[0m"
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.execv(CTL, [CTL, "chat", "--run-dir", str(up.run_dir), "--temperature", "0", "--effort", "low"])
+
+    def read_until(mark):
+        seen, end = b"", time.monotonic() + 60
+        while mark not in seen:
+            assert time.monotonic() < end, seen
+            if select.select([fd], [], [], 1)[0]:
+                seen += os.read(fd, 4096)
+        return seen.decode(errors="replace")
+
+    read_until(prompt)
+    os.write(fd, b"My name is Alice.\n")
+    read_until(prompt)
+    os.write(fd, b"Tell a short story about a fox and a lake.\n")
+    read_until(b"Once")
+    os.write(fd, b"\x03")
+    read_until(prompt)
+    os.write(fd, b"What is my name?\n")
+    assert "Alice" in read_until(prompt)
+    os.write(fd, b"/new\n")
+    read_until(prompt)
+    os.write(fd, b"What is my name?\n")
+    assert "Alice" not in read_until(prompt)
+    os.write(fd, b"\n")
+    assert os.waitpid(pid, 0)[1] == 0
+    os.close(fd)
 
 
 def test_the_servers_refusal_is_told(up):
