@@ -215,6 +215,14 @@ void td_ucx_wire_died(struct ucx_peer *p)
     p->died_ns = td_clock_ns();
 }
 
+/* Segments end with the process that made them: one that cannot be attached any more says that the peer is gone. (Or
+ * that it lives in another IPC namespace, and then it is lost to us just the same.) */
+static enum td_status open_failed(struct td_err *err, ucs_status_t s, const char *what)
+{
+    if (s != UCS_ERR_SHMEM_SEGMENT) return td_ucx_err(err, s, what);
+    return td_err_set(err, TD_E_PEER_LOST, "%s: its shared memory cannot be attached", what);
+}
+
 enum td_status td_ucx_wire_open(struct ucx_peer *p, const struct td_card_address *a, const struct td_card_key *keys,
                                 struct td_err *err)
 {
@@ -231,13 +239,13 @@ enum td_status td_ucx_wire_open(struct ucx_peer *p, const struct td_card_address
     ucs_status_t s = ucp_ep_create(x->worker, &params, &p->ep);
     if (s != UCS_OK) {
         p->ep = NULL;
-        return td_ucx_err(err, s, "opening a way to the peer");
+        return open_failed(err, s, "opening a way to the peer");
     }
     for (unsigned i = 0; i < p->n_pools; i++) {
         s = ucp_ep_rkey_unpack(p->ep, keys[i].rkey, &p->pools[i].rkey);
         if (s != UCS_OK) {
             p->pools[i].rkey = NULL;
-            return td_ucx_err(err, s, "unpacking a pool's key");
+            return open_failed(err, s, "unpacking a pool's key");
         }
     }
     td_ucx_find_paths(p);
