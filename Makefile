@@ -27,7 +27,7 @@ LDFLAGS    += -pthread $(SANFLAGS)
 
 # ---- layers: "folder" or "folder:needs" (tests/lint/layers.py holds the same list and checks every include) -----------
 LAYERS     := common/base common/config common/metrics common/text kernels common/loop common/rpc common/http \
-              common/transfer common/coll common/model common/engine common/handoff router prefill decode deploy/ctl
+              common/transfer common/coll common/model common/engine common/handoff common/worker router prefill decode deploy/ctl
 PROTOS     := $(wildcard proto/*.proto)
 GEN_C      := $(PROTOS:proto/%.proto=$(BUILD)/gen/proto/%.pb-c.c)
 GEN_H      := $(GEN_C:.c=.h)
@@ -42,7 +42,7 @@ reverse     = $(if $(1),$(call reverse,$(wordlist 2,$(words $(1)),$(1))) $(first
 ROUTER_LAYERS := common/base common/config common/metrics common/text common/loop common/rpc common/http router
 CTL_LAYERS    := common/base common/config common/metrics common/text common/loop common/rpc common/http deploy/ctl
 WORKER_LAYERS := common/base common/config common/metrics common/text kernels common/loop common/rpc common/http \
-                 common/transfer common/coll common/model common/engine common/handoff
+                 common/transfer common/coll common/model common/engine common/handoff common/worker
 link_libs     = $(foreach l,$(call reverse,$(1)),$(call lib_of,$(l))) $(BUILD)/lib/libproto.a $(BUILD)/lib/libllhttp.a
 
 BASE_LIBS   := -lgrpc -lgpr $(shell $(PKG_CONFIG) --libs libuv jansson libpcre2-8 libxxhash libprotobuf-c openssl zlib 2>/dev/null) -lm -ldl

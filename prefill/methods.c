@@ -1,15 +1,9 @@
-/* The prefill worker's gRPC methods: the table, and the way between calls and prefill/worker.c. */
+/* Prefill.Run: the way between calls and prefill/worker.c. */
 #include <stdlib.h>
 
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "prefill/daemon.h"
-
-#define MAX_RUN_BYTES   (12u << 20) /* token ids and page numbers of the longest context (2^20), a descriptor */
-#define MAX_SMALL_BYTES 4096u
-
-/* ---- Prefill.Run ---------------------------------------------------------------------------------------------------
- */
 
 struct run_call {
     struct td_prefill_daemon *d;
@@ -46,7 +40,7 @@ static void on_run_closed(struct td_rpc_call *c, enum td_status st, const char *
     free(rc);
 }
 
-static void open_run(struct td_rpc_call *c, void *service)
+void td_prefill_open_run(struct td_rpc_call *c, void *service)
 {
     static const struct td_rpc_handlers handlers = {.on_message = on_run, .on_closed = on_run_closed};
     struct run_call *rc = td_calloc(1, sizeof *rc);
@@ -54,67 +48,6 @@ static void open_run(struct td_rpc_call *c, void *service)
         td_rpc_finish(c, TD_E_NO_MEMORY, NULL);
         return;
     }
-    *rc = (struct run_call){.d = service, .c = c};
+    *rc = (struct run_call){.d = ((struct td_worker *)service)->self, .c = c};
     td_rpc_call_accept(c, &handlers, rc);
 }
-
-/* ---- Worker.Drain, Worker.Status -----------------------------------------------------------------------------------
- */
-
-static void on_unary_closed(struct td_rpc_call *c, enum td_status st, const char *text)
-{
-    (void)c;
-    (void)st;
-    (void)text;
-}
-
-static void on_drain(struct td_rpc_call *c, const ProtobufCMessage *msg)
-{
-    (void)msg;
-    struct td_prefill_daemon *d = td_rpc_call_user(c);
-    Tandem__V1__DrainReply reply = TANDEM__V1__DRAIN_REPLY__INIT;
-    td_rpc_finish(c, td_rpc_send(c, &reply.base), NULL);
-    td_prefill_daemon_drain(d);
-}
-
-static void open_drain(struct td_rpc_call *c, void *service)
-{
-    static const struct td_rpc_handlers handlers = {.on_message = on_drain, .on_closed = on_unary_closed};
-    td_rpc_call_accept(c, &handlers, service);
-}
-
-static void on_status(struct td_rpc_call *c, const ProtobufCMessage *msg)
-{
-    (void)msg;
-    struct td_buf json = {0};
-    td_prefill_daemon_describe(td_rpc_call_user(c), &json);
-    Tandem__V1__StatusReply reply = TANDEM__V1__STATUS_REPLY__INIT;
-    reply.state_json = (char *)(uintptr_t)td_buf_cstr(&json); /* only read */
-    td_rpc_finish(c, json.failed ? TD_E_NO_MEMORY : td_rpc_send(c, &reply.base), NULL);
-    td_buf_free(&json);
-}
-
-static void open_status(struct td_rpc_call *c, void *service)
-{
-    static const struct td_rpc_handlers handlers = {.on_message = on_status, .on_closed = on_unary_closed};
-    td_rpc_call_accept(c, &handlers, service);
-}
-
-const struct td_rpc_method td_prefill_methods[] = {
-    {.path = "/tandem.v1.Prefill/Run",
-     .request = &tandem__v1__run_request__descriptor,
-     .reply = &tandem__v1__run_event__descriptor,
-     .max_request_bytes = MAX_RUN_BYTES,
-     .on_open = open_run},
-    {.path = "/tandem.v1.Worker/Drain",
-     .request = &tandem__v1__drain_request__descriptor,
-     .reply = &tandem__v1__drain_reply__descriptor,
-     .max_request_bytes = MAX_SMALL_BYTES,
-     .on_open = open_drain},
-    {.path = "/tandem.v1.Worker/Status",
-     .request = &tandem__v1__status_request__descriptor,
-     .reply = &tandem__v1__status_reply__descriptor,
-     .max_request_bytes = MAX_SMALL_BYTES,
-     .on_open = open_status},
-    {0},
-};

@@ -15,6 +15,7 @@ LEVELS = [
     ["common/model"],
     ["common/engine"],
     ["common/handoff"],
+    ["common/worker"],
     ["router", "prefill", "decode", "deploy/ctl"],
 ]
 LEVEL = {folder: n for n, row in enumerate(LEVELS) for folder in row}

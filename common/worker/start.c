@@ -1,0 +1,301 @@
+/* The steps of a worker's start, and the same backwards. */
+#include "common/worker/worker.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "common/base/clock.h"
+#include "common/base/fault.h"
+#include "common/base/log.h"
+#include "common/base/rng.h"
+#include "common/config/address_file.h"
+#include "common/engine/kv_split.h"
+
+#define LAST_STEP_MS 5000 /* patience with a step in flight when everything else is over */
+
+static enum td_status check_config(const struct td_config *c, struct td_err *err)
+{
+    if (strcmp(c->device, "cpu") != 0 && strcmp(c->device, "cuda") != 0)
+        return td_err_set(err, TD_E_BAD_CONFIG, "--device: \"%s\" is not cpu or cuda", c->device);
+    if (c->tp != 1) return td_err_set(err, TD_E_BAD_CONFIG, "--tp: %u ranks are not supported yet (1 is)", c->tp);
+    if (strcmp(c->load_format, "safetensors") != 0 && strcmp(c->load_format, "dummy") != 0)
+        return td_err_set(err, TD_E_BAD_CONFIG, "--load-format: \"%s\" is not safetensors or dummy", c->load_format);
+    if (c->router[0] != '\0' && strchr(c->router, ':') == NULL)
+        return td_err_set(err, TD_E_BAD_CONFIG, "--router: \"%s\" is not host:port", c->router);
+#ifdef TD_FAULTS
+    const char *faults = getenv("TANDEM_FAULT");
+    if (faults != NULL && !td_fault_parse(faults))
+        return td_err_set(err, TD_E_BAD_CONFIG, "TANDEM_FAULT: \"%s\" is not understood", faults);
+#endif
+    return TD_OK;
+}
+
+enum td_config_result td_worker_configure(struct td_worker *w, const struct td_worker_role *role, void *self, int argc,
+                                          char **argv)
+{
+    w->role = role;
+    w->self = self;
+    enum td_config_result r = td_config_load(&w->cfg, role->daemon, argc, argv);
+    if (r != TD_CONFIG_RUN) return r;
+    struct td_err err = {0};
+    enum td_status st = check_config(&w->cfg, &err);
+    if (st == TD_OK) st = td_loop_create(&w->loop);
+    if (st != TD_OK) {
+        td_worker_exit_status(w, st, &err);
+        return TD_CONFIG_EXIT_BAD;
+    }
+    td_log_open(w->cfg.name, (enum td_log_level)td_log_level_parse(w->cfg.log_level));
+    while (w->incarnation == 0) w->incarnation = td_rng_system(); /* 0 means none */
+    return TD_CONFIG_RUN;
+}
+
+enum td_status td_worker_load_model(struct td_worker *w, struct td_err *err)
+{
+    struct td_model_options o = {
+        .use_dummy_weights = strcmp(w->cfg.load_format, "dummy") == 0, .dummy_seed = 1, .tp = w->cfg.tp, .rank = 0};
+    uint64_t begun = td_clock_ns();
+    enum td_status st = td_model_load(w->cfg.model, &o, &w->model, err);
+    if (st != TD_OK) return td_err_prefix(err, st, "--model");
+    TD_INFO("model_loaded", "model=%s bytes=%" PRIu64 " ms=%" PRIu64 " fingerprint=%s", w->cfg.model_name,
+            td_model_weight_bytes(w->model), (td_clock_ns() - begun) / TD_NS_PER_MS, td_model_fingerprint(w->model));
+    return TD_OK;
+}
+
+/* What the flags and the pages allow. */
+static enum td_status choose_context(struct td_worker *w, struct td_err *err)
+{
+    const struct td_model_config *c = td_model_config_of(w->model);
+    uint64_t holds = (uint64_t)w->kv_layout[TD_KV_FULL].n_pages * w->cfg.kv_page_tokens;
+    if (w->cfg.max_context > c->max_context)
+        return td_err_set(err, TD_E_BAD_CONFIG, "--max-context: %u is above the model's %u", w->cfg.max_context,
+                          c->max_context);
+    if (w->cfg.max_context > holds)
+        return td_err_set(err, TD_E_BAD_CONFIG,
+                          "--max-context %u does not fit --kv-bytes %" PRIu64 ", which holds %" PRIu64 " tokens",
+                          w->cfg.max_context, w->cfg.kv_bytes, holds);
+    w->max_context_tokens = w->cfg.max_context > 0 ? w->cfg.max_context : c->max_context;
+    if (w->max_context_tokens > holds) {
+        w->max_context_tokens = (uint32_t)holds;
+        TD_WARN("context_cut", "max_context=%u model=%u: --kv-bytes holds no more", w->max_context_tokens,
+                c->max_context);
+    }
+    return TD_OK;
+}
+
+enum td_status td_worker_lay_out_kv(struct td_worker *w, uint32_t n_sliding, struct td_err *err)
+{
+    const struct td_model_config *c = td_model_config_of(w->model);
+    enum td_dtype dtype;
+    if (td_kv_dtype_parse(w->cfg.kv_dtype, &dtype) != TD_OK || (dtype != TD_BF16 && dtype != TD_F32))
+        return td_err_set(err, TD_E_BAD_CONFIG, "--kv-dtype: \"%s\" is not bf16 or f32", w->cfg.kv_dtype);
+    for (int g = 0; g < TD_KV_N_GROUPS; g++)
+        w->kv_layout[g] = (struct td_kv_group_layout){
+            .n_layers = c->n_group_layers[g],
+            .n_heads = c->n_kv_heads / w->cfg.tp,
+            .head_dim = c->head_dim,
+            .page_tokens = w->cfg.kv_page_tokens,
+            .dtype = dtype,
+        };
+    enum td_status st = td_kv_split(w->cfg.kv_bytes, n_sliding, w->kv_layout, err);
+    if (st == TD_OK) st = choose_context(w, err);
+    if (st != TD_OK) return st;
+    td_peer_layout_of(c, td_model_fingerprint(w->model), c->is_mxfp4 ? "mxfp4" : "bf16", w->kv_layout,
+                      &w->descriptor.layout);
+    uint32_t n_pages[TD_KV_N_GROUPS];
+    for (int g = 0; g < TD_KV_N_GROUPS; g++) n_pages[g] = w->kv_layout[g].n_pages;
+    st = td_kv_pages_create(n_pages, &w->kv);
+    if (st != TD_OK) return td_err_set(err, st, "%s", td_status_text(st));
+    TD_INFO("kv_pages", "page_tokens=%u sliding=%u full=%u", w->cfg.kv_page_tokens, n_pages[TD_KV_SLIDING],
+            n_pages[TD_KV_FULL]);
+    return TD_OK;
+}
+
+enum td_status td_worker_open_transfer(struct td_worker *w, const struct td_xfer_handlers *h, void *user,
+                                       struct td_err *err)
+{
+    w->xfer_ops = &td_xfer_ucx;
+    struct td_xfer_options o = {.transport = w->xfer_ops->name,
+                                .incarnation = w->incarnation,
+                                .tls = w->cfg.ucx_tls,
+                                .keepalive_ms = w->cfg.xfer_keepalive};
+    enum td_status st = w->xfer_ops->open(w->loop, &o, h, user, &w->xfer, err);
+    for (int g = 0; st == TD_OK && g < TD_KV_N_GROUPS; g++)
+        st = w->xfer_ops->pool_create(w->xfer, td_kv_pool_bytes(&w->kv_layout[g]), &w->pools[g], err);
+    return st;
+}
+
+enum td_status td_worker_create_engine(struct td_worker *w, uint32_t max_tokens, uint32_t max_segments,
+                                       const struct td_engine_handlers *h, void *user, struct td_err *err)
+{
+    struct td_engine_options o = {
+        .max_batch_tokens = max_tokens,
+        .max_batch_segments = max_segments,
+        .max_context_tokens = w->max_context_tokens,
+        .n_threads = w->cfg.threads,
+        .layer_delay_ms = w->cfg.layer_delay,
+    };
+    for (int g = 0; g < TD_KV_N_GROUPS; g++) {
+        o.kv[g] = w->kv_layout[g];
+        o.kv_base[g] = w->xfer_ops->pool_base(w->pools[g]);
+    }
+    return td_engine_create(w->model, &o, w->loop, h, user, &w->engine, err);
+}
+
+/* --- ports ------------------------------------------------------------------------------------------------- */
+
+/* What others dial: the configured host, the port that was bound. */
+static void advertise(const struct td_worker *w, const char *configured, const char *port, char out[300])
+{
+    const char *colon = strrchr(configured, ':');
+    int n = colon == NULL ? (int)strlen(configured) : (int)(colon - configured);
+    char host[256];
+    snprintf(host, sizeof host, "%.*s", n, configured);
+    if (w->cfg.advertise_host[0] != '\0')
+        snprintf(host, sizeof host, "%s", w->cfg.advertise_host);
+    else if ((strcmp(host, "0.0.0.0") == 0 || strcmp(host, "[::]") == 0 || host[0] == '\0') &&
+             gethostname(host, sizeof host) != 0)
+        snprintf(host, sizeof host, "localhost");
+    host[sizeof host - 1] = '\0';
+    snprintf(out, 300, "%s:%s", host, port);
+}
+
+static enum td_status listen_rpc(struct td_worker *w, struct td_err *err)
+{
+    w->methods[0] = w->role->method;
+    w->methods[1] = td_worker_drain_method;
+    w->methods[2] = td_worker_status_method;
+    enum td_status st = td_rpc_create(w->loop, &(struct td_rpc_options){0}, &w->rpc);
+    if (st != TD_OK) return td_err_set(err, st, "gRPC cannot start: %s", td_status_text(st));
+    st = td_rpc_serve(w->rpc, w->cfg.rpc_address, w->methods, w, err);
+    if (st != TD_OK) return td_err_prefix(err, st, "--rpc-address");
+    char port[16];
+    snprintf(port, sizeof port, "%u", td_rpc_port(w->rpc));
+    advertise(w, w->cfg.rpc_address, port, w->rpc_address);
+    return TD_OK;
+}
+
+static enum td_status listen_http(struct td_worker *w, struct td_err *err)
+{
+    w->admin = (struct td_admin){.config = &w->cfg,
+                                 .is_ready = td_worker_is_ready,
+                                 .write_statez = td_worker_describe,
+                                 .refresh_metrics = td_worker_refresh_metrics,
+                                 .user = w};
+    enum td_status st = td_http_create(w->loop, NULL, &w->http);
+    if (st == TD_OK) st = td_admin_add_routes(w->http, &w->admin);
+    if (st != TD_OK) return td_err_set(err, st, "HTTP cannot start: %s", td_status_text(st));
+    st = td_http_listen(w->http, w->cfg.http_address, err);
+    if (st != TD_OK) return td_err_prefix(err, st, "--http-address");
+    const char *colon = strrchr(td_http_address(w->http), ':');
+    advertise(w, w->cfg.http_address, colon == NULL ? "0" : colon + 1, w->http_address);
+    return TD_OK;
+}
+
+/* Who we are to peers; the layout is in already. */
+static void describe_to_peers(struct td_worker *w)
+{
+    struct td_descriptor *out = &w->descriptor;
+    out->incarnation = w->incarnation;
+    snprintf(out->name, sizeof out->name, "%.*s", (int)sizeof out->name - 1, w->cfg.name);
+    out->n_ranks = 1;
+    struct td_peer_rank *rank = &out->ranks[0];
+    rank->address = w->xfer_ops->address(w->xfer, &rank->n_address);
+    for (int g = 0; g < TD_KV_N_GROUPS; g++) {
+        rank->n_pages[g] = w->kv_layout[g].n_pages;
+        rank->pools[g].base = (uint64_t)(uintptr_t)w->xfer_ops->pool_base(w->pools[g]);
+        rank->pools[g].key = w->xfer_ops->pool_key(w->pools[g], &rank->pools[g].n_key);
+    }
+}
+
+enum td_status td_worker_listen(struct td_worker *w, struct td_err *err)
+{
+    enum td_status st;
+    TD_TRY(listen_rpc(w, err));
+    TD_TRY(listen_http(w, err));
+    describe_to_peers(w);
+    TD_TRY(td_loop_on_signal(w->loop, td_worker_on_signal, w)); /* SIGTERM becomes "drain" */
+    td_worker_watch(w);
+    w->phase = TD_WORKER_SERVING;
+    td_rpc_set_serving(w->rpc, true);
+    TD_INFO("listening", "rpc=%s http=%s incarnation=%016" PRIx64, w->rpc_address, w->http_address, w->incarnation);
+    if (w->cfg.address_file[0] != '\0')
+        TD_TRY(td_address_file_write(w->cfg.address_file, td_daemon_role(w->role->daemon), w->cfg.name, getpid(),
+                                     w->rpc_address, w->http_address, err));
+out:
+    return st;
+}
+
+enum td_status td_worker_join(struct td_worker *w, struct td_err *err)
+{
+    if (w->cfg.router[0] == '\0') return TD_OK;
+    const struct td_model_config *c = td_model_config_of(w->model);
+    struct td_fleet_identity id = {
+        .role = w->role->role,
+        .name = w->cfg.name,
+        .rpc_address = w->rpc_address,
+        .http_address = w->http_address,
+        .model = w->cfg.model_name,
+        .version = TD_VERSION,
+        .max_context_tokens = w->max_context_tokens,
+        .vocab_size = c->vocab,
+        .eos_ids = c->eos_ids,
+        .n_eos = c->n_eos,
+        .descriptor = &w->descriptor,
+    };
+    struct td_fleet_handlers h = {.load = td_worker_load};
+    enum td_status st = td_fleet_member_create(w->rpc, td_loop_env(w->loop), w->cfg.router, &id, &h, w, &w->member);
+    return st == TD_OK ? TD_OK : td_err_set(err, st, "--router: %s: %s", w->cfg.router, td_status_text(st));
+}
+
+/* --- running and the end ----------------------------------------------------------------------------------- */
+
+/* Whether the step that may still run ends soon. Its requests are over and reported either way. */
+static bool engine_rests(const struct td_worker *w)
+{
+    for (int i = 0; td_engine_step_age_ns(w->engine) > 0; i++) {
+        if (w->is_hurried || i == LAST_STEP_MS / 10) {
+            TD_WARN("exit_in_mid_step", "age_ms=%" PRIu64, td_engine_step_age_ns(w->engine) / TD_NS_PER_MS);
+            return false;
+        }
+        usleep(10000);
+    }
+    return true;
+}
+
+enum td_status td_worker_run(struct td_worker *w)
+{
+    enum td_status st = td_loop_run(w->loop);
+    if (!engine_rests(w)) _exit(w->exit_status); /* its thread cannot be joined */
+    return st;
+}
+
+void td_worker_close_ports(struct td_worker *w)
+{
+    td_fleet_member_leave(w->member);
+    td_http_destroy(w->http);
+    td_rpc_destroy(w->rpc);
+    td_engine_destroy(w->engine);
+}
+
+void td_worker_close_transfer(struct td_worker *w)
+{
+    if (w->xfer != NULL) w->xfer_ops->destroy(w->xfer);
+}
+
+void td_worker_free(struct td_worker *w)
+{
+    td_kv_pages_destroy(w->kv);
+    td_model_destroy(w->model);
+    td_loop_destroy(w->loop);
+}
+
+int td_worker_exit_status(const struct td_worker *w, enum td_status st, const struct td_err *err)
+{
+    if (st == TD_OK) return w->exit_status;
+    fprintf(stderr, "tandem-%s: %s\n", td_daemon_role(w->role->daemon),
+            err->text[0] != '\0' ? err->text : td_status_text(st));
+    return st == TD_E_BAD_CONFIG ? 2 : 1;
+}
