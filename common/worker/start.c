@@ -3,13 +3,12 @@
 
 #include <inttypes.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "common/base/clock.h"
-#include "common/base/fault.h"
 #include "common/base/log.h"
+#include "common/base/process.h"
 #include "common/base/rng.h"
 #include "common/config/address_file.h"
 #include "common/engine/kv_split.h"
@@ -25,29 +24,26 @@ static enum td_status check_config(const struct td_config *c, struct td_err *err
         return td_err_set(err, TD_E_BAD_CONFIG, "--load-format: \"%s\" is not safetensors or dummy", c->load_format);
     if (c->router[0] != '\0' && strchr(c->router, ':') == NULL)
         return td_err_set(err, TD_E_BAD_CONFIG, "--router: \"%s\" is not host:port", c->router);
-#ifdef TD_FAULTS
-    const char *faults = getenv("TANDEM_FAULT");
-    if (faults != NULL && !td_fault_parse(faults))
-        return td_err_set(err, TD_E_BAD_CONFIG, "TANDEM_FAULT: \"%s\" is not understood", faults);
-#endif
     return TD_OK;
 }
 
 enum td_config_result td_worker_configure(struct td_worker *w, const struct td_worker_role *role, void *self, int argc,
                                           char **argv)
 {
+    td_process_hold_std_fds();
     w->role = role;
     w->self = self;
     enum td_config_result r = td_config_load(&w->cfg, role->daemon, argc, argv);
     if (r != TD_CONFIG_RUN) return r;
     struct td_err err = {0};
     enum td_status st = check_config(&w->cfg, &err);
+    td_log_open(w->cfg.name, (enum td_log_level)td_log_level_parse(w->cfg.log_level));
+    if (st == TD_OK) st = td_process_prepare(&err);
     if (st == TD_OK) st = td_loop_create(&w->loop);
     if (st != TD_OK) {
         td_worker_exit_status(w, st, &err);
         return TD_CONFIG_EXIT_BAD;
     }
-    td_log_open(w->cfg.name, (enum td_log_level)td_log_level_parse(w->cfg.log_level));
     while (w->incarnation == 0) w->incarnation = td_rng_system(); /* 0 means none */
     return TD_CONFIG_RUN;
 }
