@@ -28,6 +28,15 @@ INLINE vf v_load_bf16(const uint16_t *p)
     return _mm512_castsi512_ps(
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p)), 16));
 }
+INLINE vf v_load_panel(const uint16_t *p)
+{
+    __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)p);
+    __m256 lo = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+    __m256 hi = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000u)));
+    return _mm512_insertf32x8(_mm512_castps256_ps512(lo), hi, 1);
+}
+INLINE __m256 v_low(vf x) { return _mm512_castps512_ps256(x); }
+INLINE __m256 v_high(vf x) { return _mm512_extractf32x8_ps(x, 1); }
 INLINE vf v_add(vf a, vf b) { return _mm512_add_ps(a, b); }
 INLINE vf v_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 INLINE vf v_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
@@ -62,6 +71,14 @@ INLINE __m256 widen8(const uint16_t *p)
         _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)), 16));
 }
 INLINE vf v_load_bf16(const uint16_t *p) { return (vf){widen8(p), widen8(p + 8)}; }
+INLINE vf v_load_panel(const uint16_t *p)
+{
+    __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)p);
+    return (vf){_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)),
+                _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000u)))};
+}
+INLINE __m256 v_low(vf x) { return x.a; }
+INLINE __m256 v_high(vf x) { return x.b; }
 INLINE vf v_add(vf x, vf y) { return (vf){_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 INLINE vf v_sub(vf x, vf y) { return (vf){_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 INLINE vf v_mul(vf x, vf y) { return (vf){_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
@@ -97,6 +114,7 @@ INLINE vf v_set(float x) { EACH(x); }
 INLINE vf v_load(const float *p) { EACH(p[i]); }
 INLINE void v_store(float *p, vf a) { memcpy(p, a.f, sizeof a.f); }
 INLINE vf v_load_bf16(const uint16_t *p) { EACH(td_bf16_to_f32(p[i])); }
+INLINE vf v_load_panel(const uint16_t *p) { EACH(td_bf16_to_f32(p[td_panel_slot(i)])); }
 INLINE vf v_add(vf a, vf b) { EACH(a.f[i] + b.f[i]); }
 INLINE vf v_sub(vf a, vf b) { EACH(a.f[i] - b.f[i]); }
 INLINE vf v_mul(vf a, vf b) { EACH(a.f[i] * b.f[i]); }
@@ -114,5 +132,52 @@ INLINE void v_pow2_halves(vf t, vf *a, vf *b)
         memcpy(&a->f[k], &lo, sizeof lo);
         memcpy(&b->f[k], &hi, sizeof hi);
     }
+}
+INLINE float v_reduce_add(vf x)
+{
+    for (uint32_t w = TD_LANES / 2; w > 0; w /= 2)
+        for (uint32_t i = 0; i < w; i++) x.f[i] += x.f[i + w];
+    return x.f[0];
+}
+INLINE float v_reduce_max(vf x)
+{
+    for (uint32_t w = TD_LANES / 2; w > 0; w /= 2)
+        for (uint32_t i = 0; i < w; i++) x.f[i] = x.f[i] > x.f[i + w] ? x.f[i] : x.f[i + w];
+    return x.f[0];
+}
+INLINE void v_store_bf16(uint16_t *p, vf x)
+{
+    for (uint32_t i = 0; i < TD_LANES; i++) p[i] = td_f32_to_bf16(x.f[i]);
+}
+#endif
+
+#if defined(TD_LANES_AVX512) || defined(TD_LANES_AVX2)
+INLINE float v_reduce_add(vf x)
+{
+    __m256 e = _mm256_add_ps(v_low(x), v_high(x));
+    __m128 f = _mm_add_ps(_mm256_castps256_ps128(e), _mm256_extractf128_ps(e, 1));
+    f = _mm_add_ps(f, _mm_movehl_ps(f, f));
+    return _mm_cvtss_f32(_mm_add_ss(f, _mm_movehdup_ps(f)));
+}
+INLINE float v_reduce_max(vf x)
+{
+    __m256 e = _mm256_max_ps(v_low(x), v_high(x));
+    __m128 f = _mm_max_ps(_mm256_castps256_ps128(e), _mm256_extractf128_ps(e, 1));
+    f = _mm_max_ps(f, _mm_movehl_ps(f, f));
+    return _mm_cvtss_f32(_mm_max_ss(f, _mm_movehdup_ps(f)));
+}
+/* Nearest, ties to even, in the upper half of each element; a NaN stays one. */
+INLINE __m256i bf16_bits8(__m256 x)
+{
+    __m256i i = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(i, 16), _mm256_set1_epi32(1));
+    __m256i r = _mm256_add_epi32(i, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256i nan = _mm256_or_si256(i, _mm256_set1_epi32(0x400000));
+    __m256 is_nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+    return _mm256_srli_epi32(_mm256_blendv_epi8(r, nan, _mm256_castps_si256(is_nan)), 16);
+}
+INLINE void v_store_bf16(uint16_t *p, vf x)
+{
+    __m256i both = _mm256_packus_epi32(bf16_bits8(v_low(x)), bf16_bits8(v_high(x)));
+    _mm256_storeu_si256((__m256i *)(void *)p, _mm256_permute4x64_epi64(both, 0xd8));
 }
 #endif

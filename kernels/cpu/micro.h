@@ -12,6 +12,10 @@
 #define TD_KEYS     64u /* keys of an attention block; absolute, part of the definition of the result */
 #define TD_HEAD_MAX 256u
 
+/* Where column c of a bf16 panel is among the 16 of a row: columns c and c + 8 share 32 bits, so that widening them
+ * takes one shift and one mask. Panels of f32 are in order. */
+static inline uint32_t td_panel_slot(uint32_t c) { return c % 8 * 2 + c / 8; }
+
 /* c[i][0..n_cols) = sum over k of a[i][k] w[k][..]: for each element a chain of fused multiply-adds in rising k, cut
  * into pieces if pieces is not NULL. w holds ceil(n_cols / 16) panels [k][16], bf16 or f32. */
 struct td_gemm {
@@ -44,6 +48,11 @@ struct td_micro {
     /* h: n rows of pairs of panels (16 gates, 16 ups), bias alike; u[i]: n_units values. */
     void (*swiglu)(float *const *u, const float *h, uint32_t ld, const float *bias, uint32_t m, uint32_t n_units,
                    float alpha, float limit);
+    /* v += bias, then, unless cos is NULL, half-split rotation: component j pairs with j + dim / 2. dim: multiple
+     * of 16. */
+    void (*bias_rotate)(float *v, const float *bias, const float *cos, const float *sin, uint32_t dim);
+    /* n values (a multiple of 16) in a page's type. */
+    void (*store)(void *to, const float *v, uint32_t n, enum td_dtype type);
     /* rows[n] of dim elements as stored; keys become panels [dim][16], values panels [TD_KEYS][16] of 16 dims; missing
      * rows 0. */
     void (*pack_keys)(float *to, const void *const *rows, uint32_t n, uint32_t dim, enum td_dtype type);

@@ -37,7 +37,7 @@ enum td_status td_cpu_pack_weight(struct td_stream *s, const struct td_pack_weig
     memset(out, 0, bytes);
     for (uint32_t r = 0; r < a->n_out; r++) {
         uint32_t col = packed_col(a->order, r);
-        uint16_t *to = out + (size_t)(col / TD_LANES) * TD_LANES * a->n_in + col % TD_LANES;
+        uint16_t *to = out + (size_t)(col / TD_LANES) * TD_LANES * a->n_in + td_panel_slot(col % TD_LANES);
         size_t row = (size_t)a->row_begin + r;
         for (uint32_t k = 0; k < a->n_in; k++) {
             size_t c = (size_t)a->col_begin + k;

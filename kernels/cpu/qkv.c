@@ -8,25 +8,6 @@ struct job {
     uint32_t n_row_blocks, first_head;
 };
 
-/* Half-split rotation: component j pairs with j + D/2. */
-static void rotate(float *v, const float *cos, const float *sin, uint32_t half)
-{
-    for (uint32_t j = 0; j < half; j++) {
-        float lo = v[j], hi = v[j + half];
-        v[j] = lo * cos[j] - hi * sin[j];
-        v[j + half] = hi * cos[j] + lo * sin[j];
-    }
-}
-
-static void store(void *to, const float *v, uint32_t n, enum td_dtype type)
-{
-    if (type == TD_F32) {
-        for (uint32_t i = 0; i < n; i++) ((float *)to)[i] = v[i];
-    } else {
-        for (uint32_t i = 0; i < n; i++) ((uint16_t *)to)[i] = td_f32_to_bf16(v[i]);
-    }
-}
-
 static void task(void *ctx, uint32_t index, uint32_t thread)
 {
     const struct job *j = ctx;
@@ -48,14 +29,13 @@ static void task(void *ctx, uint32_t index, uint32_t thread)
     for (uint32_t i = 0; i < m; i++) {
         uint32_t t = row + i;
         float *v = scratch->c[i];
-        for (uint32_t d = 0; d < dim; d++) v[d] += bias[d];
-        if (!is_v) rotate(v, a->cos + (size_t)t * half, a->sin + (size_t)t * half, half);
+        j->s->micro->bias_rotate(v, bias, is_v ? NULL : a->cos + (size_t)t * half, a->sin + (size_t)t * half, dim);
         if (is_q) {
-            store(a->q + ((size_t)t * a->n_heads + head) * dim, v, dim, TD_F32);
+            j->s->micro->store(a->q + ((size_t)t * a->n_heads + head) * dim, v, dim, TD_F32);
         } else {
             uint32_t pos = a->positions[t] % a->kv.layout.page_tokens;
             size_t at = td_kv_offset(&a->kv.layout, a->kv.layer, a->row_page[t], kv_head, is_v, pos);
-            store((char *)a->kv.pool + at, v, dim, a->kv.layout.dtype);
+            j->s->micro->store((char *)a->kv.pool + at, v, dim, a->kv.layout.dtype);
         }
     }
 }

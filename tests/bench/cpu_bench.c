@@ -135,13 +135,18 @@ int main(int argc, char **argv)
         TD_CHECK(b.o.kv_base[g] != NULL);
     }
     must(td_engine_create(b.model, &b.o, NULL, NULL, NULL, &b.engine, &err), &err);
-    bench_prefill(&b, n, n, per_stream);
-    bench_prefill(&b, n, 512, per_stream);
-    bench_prefill(&b, n < 300 ? n : 300, 300, per_stream);
-    bench_decode(&b, 1, 200, 100, per_stream);
-    bench_decode(&b, 8, 200, 100, per_stream);
-    bench_decode(&b, 32, 200, 50, per_stream);
-    bench_decode(&b, 1, n, 50, per_stream);
+    const char *only = argc > 4 ? argv[4] : "";
+    if (strcmp(only, "decode") != 0) {
+        bench_prefill(&b, n, n, per_stream);
+        bench_prefill(&b, n, 512, per_stream);
+        bench_prefill(&b, n < 300 ? n : 300, 300, per_stream);
+    }
+    if (strcmp(only, "prefill") != 0) {
+        bench_decode(&b, 1, 200, 100, per_stream);
+        bench_decode(&b, 8, 200, 100, per_stream);
+        bench_decode(&b, 32, 200, 50, per_stream);
+        bench_decode(&b, 1, n, 50, per_stream);
+    }
     td_engine_destroy(b.engine);
     td_model_destroy(b.model);
     for (int g = 0; g < TD_KV_N_GROUPS; g++) free(b.o.kv_base[g]);

@@ -83,8 +83,9 @@ static void products_are_right_and_alike_on_every_path(void **state)
         for (uint32_t j = 0; j < h.n; j++)
             for (uint32_t k = 0; k < h.k; k++) {
                 size_t at = (size_t)(j / 16) * 16 * h.k + (size_t)k * 16 + j % 16;
-                w[at] = td_f32_to_bf16(random_float(1));
-                wf[at] = td_bf16_to_f32(w[at]);
+                uint16_t v = td_f32_to_bf16(random_float(1));
+                w[at - j % 16 + td_panel_slot(j % 16)] = v;
+                wf[at] = td_bf16_to_f32(v);
             }
         struct td_pieces pieces;
         if (h.n_pieces > 0) td_pieces_init(&pieces, h.k, h.n_pieces, 0, h.n_pieces);
@@ -305,6 +306,58 @@ static void bf16_rounds_to_nearest_even_and_keeps_nan(void **state)
     }
 }
 
+static void storing_rounds_like_the_definition(void **state)
+{
+    (void)state;
+    FOR_EACH_PATH(m)
+    {
+        float x[TD_LANES];
+        uint16_t have[TD_LANES];
+        for (uint64_t bits = 0; bits < 0x100000000ull; bits += 16 * 4093) {
+            for (uint32_t i = 0; i < TD_LANES; i++) {
+                uint32_t b = (uint32_t)(bits + i * 4093ull);
+                memcpy(&x[i], &b, sizeof b);
+            }
+            m->store(have, x, TD_LANES, TD_BF16);
+            for (uint32_t i = 0; i < TD_LANES; i++) assert_int_equal(have[i], td_f32_to_bf16(x[i]));
+        }
+        float same[TD_LANES];
+        m->store(same, x, TD_LANES, TD_F32);
+        assert_memory_equal(same, x, sizeof x);
+    }
+}
+
+static void heads_of_all_sizes_rotate_in_halves(void **state)
+{
+    (void)state;
+    FOR_EACH_PATH(m)
+    {
+        for (uint32_t dim = 16; dim <= 96; dim += 16) {
+            float *v = random_floats(dim, 1), *bias = random_floats(dim, 1), *cos = random_floats(dim, 1);
+            float *sin = random_floats(dim, 1), *plain = guarded(dim), *turned = guarded(dim);
+            memcpy(plain, v, dim * sizeof *v);
+            memcpy(turned, v, dim * sizeof *v);
+            m->bias_rotate(plain, bias, NULL, NULL, dim);
+            m->bias_rotate(turned, bias, cos, sin, dim);
+            check_guards(plain, dim, m->name);
+            check_guards(turned, dim, m->name);
+            for (uint32_t j = 0; j < dim; j++) {
+                uint32_t half = dim / 2, i = j % half;
+                double lo = (double)(v[i] + bias[i]), hi = (double)(v[i + half] + bias[i + half]);
+                double c = (double)cos[i], s = (double)sin[i];
+                assert_true(plain[j] == v[j] + bias[j]);
+                check_near((double)turned[j], j < half ? lo * c - hi * s : hi * c + lo * s, 1e-6, m->name, j);
+            }
+            free(v);
+            free(bias);
+            free(cos);
+            free(sin);
+            guarded_free(plain);
+            guarded_free(turned);
+        }
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -316,6 +369,8 @@ int main(void)
         cmocka_unit_test(pieces_of_ranks_add_up_to_the_bits_of_one),
         cmocka_unit_test(the_activation_clamps_first_and_lets_nan_through),
         cmocka_unit_test(packing_keys_transposes_and_values_does_not),
+        cmocka_unit_test(storing_rounds_like_the_definition),
+        cmocka_unit_test(heads_of_all_sizes_rotate_in_halves),
         cmocka_unit_test(bf16_rounds_to_nearest_even_and_keeps_nan),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
