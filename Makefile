@@ -25,6 +25,10 @@ CPPFLAGS   += -I. -I$(BUILD)/gen -D_GNU_SOURCE $(if $(SAN)$(FAULTS),-DTD_FAULTS=
 CFLAGS     += -std=c17 -g $(OPT) $(WARN) -fno-math-errno -ffp-contract=off -pthread -MMD -MP $(SANFLAGS)
 LDFLAGS    += -pthread $(SANFLAGS)
 
+# Leaf arithmetic takes minutes under ThreadSanitizer; who runs it on what is pool.c, which stays watched.
+CFLAGS_UNWATCHED := $(if $(findstring thread,$(SAN)),-fno-sanitize=thread -O2)
+$(foreach f,micro_scalar micro_avx2 micro_avx512,$(eval CFLAGS_kernels_cpu_$(f) += $(CFLAGS_UNWATCHED)))
+
 # ---- layers: "folder" or "folder:needs" (tests/lint/layers.py holds the same list and checks every include) -----------
 LAYERS     := common/base common/config common/metrics common/text kernels common/loop common/rpc common/http \
               common/transfer common/coll common/model common/engine common/handoff common/worker router prefill decode deploy/ctl
