@@ -5,6 +5,8 @@
 static __global__ void __launch_bounds__(NORM_THREADS)
     add_norm(float *x, const float *y, const float *bias, const float *w, td_bf16 *t, uint32_t dim, float eps)
 {
+    let_next();
+    before();
     float2 *row = (float2 *)(x + (size_t)blockIdx.x * dim);
     const float2 *add = (const float2 *)(y + (size_t)blockIdx.x * dim);
     float2 v[NORM_PAIRS];
@@ -24,7 +26,7 @@ enum td_status td_cuda_add_norm(struct td_stream *s, const struct td_add_norm_ar
 {
     if (a->dim % 2 != 0 || a->dim > NORM_MAX_DIM) return TD_E_UNSUPPORTED;
     if (a->n_rows == 0) return TD_OK;
-    add_norm<<<a->n_rows, NORM_THREADS, 0, td_cuda_stream_of(s)->s>>>(a->x, a->y, a->bias, a->w, (td_bf16 *)a->t,
-                                                                      a->dim, a->eps);
-    return TD_CUDA_LAUNCHED("add_norm");
+    return td_cuda_status(launch(add_norm, a->n_rows, NORM_THREADS, 0, td_cuda_stream_of(s)->s, a->x, a->y, a->bias,
+                                 a->w, (td_bf16 *)a->t, a->dim, a->eps),
+                          "add_norm");
 }

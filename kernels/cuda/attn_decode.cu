@@ -4,6 +4,8 @@
  * take 16 keys of each block, with max, sum and output of their own, added when a unit ends. The query heads of a KV head
  * are rows of one tensor-core tile.
  *
+ * A short unit goes to one thread block whole: cuts that fall into it move to its nearer end.
+ *
  * A unit that several thread blocks share: each leaves its part in memory; the last to arrive adds the parts in order and
  * counts the sink, once. Nothing waits. */
 #include "kernels/cuda/cuda_int.h"
@@ -14,7 +16,8 @@
 #define STAGES   6
 #define THREADS  (32 * (WARPS + 1))
 #define MAX_SEQS 1024
-#define MIN_KEYS 4 /* blocks a thread block should have: fewer would cost more in adding parts */
+#define MIN_SHARE 2u /* blocks of keys a thread block should have: fewer would cost more in adding parts */
+#define ADD_AT_ONCE 12
 
 struct decode_args {
     const td_bf16 *q;
@@ -74,6 +77,16 @@ static __device__ __forceinline__ stretch stretch_at(const decode_smem &sm, uint
     s.begin = in % s.n;
     s.end = min(s.n, s.begin + (end - at));
     return s;
+}
+
+/* Where the work of thread block c begins; of n thread blocks. */
+static __device__ uint32_t cut_at(const decode_args &a, const decode_smem &sm, uint32_t c, uint32_t n, uint32_t total)
+{
+    uint32_t at = (uint32_t)((uint64_t)c * total / n);
+    if (at == 0 || at >= total) return at;
+    stretch s = stretch_at(sm, a.n_seqs, a.n_kv_heads, at, at + 1);
+    if (s.begin == 0 || s.n > max(4u, total / n / 3)) return at;
+    return s.begin * 2 <= s.n ? at - s.begin : at - s.begin + s.n;
 }
 
 /* blocks_before by a scan of the batch; returns the total of one head. */
@@ -167,10 +180,11 @@ static __device__ __forceinline__ void finish(const decode_args &a, const part &
     *(uint2 *)(a.out + ((size_t)row * a.n_heads + kv_head * a.group + head) * 64 + col) = v;
 }
 
-static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t at, uint32_t end, uint32_t total)
+static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t at, uint32_t end, uint32_t total,
+                               uint32_t n)
 {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const uint32_t key0 = warp * 16, begin_at = at;
+    const uint32_t key0 = warp * 16;
     uint32_t i = 0;
     while (at < end) {
         stretch s = stretch_at(sm, a.n_seqs, a.n_kv_heads, at, end);
@@ -263,7 +277,7 @@ static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t a
             finish(a, all, q.row, s.head);
         } else {
             /* A thread block has at most two parts: of the unit it begins inside, and of the one it ends inside. */
-            const uint32_t slot = s.begin != 0 && at == begin_at ? 0 : 1;
+            const uint32_t slot = s.begin != 0 ? 0 : 1;
             float *to = a.parts + ((size_t)blockIdx.x * 2 + slot) * TD_CUDA_PART_FLOATS;
             *(float4 *)(to + head * 64 + col) = all.o;
             if (col == 0) {
@@ -273,7 +287,6 @@ static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t a
             __threadfence();
             named_barrier<1, WARPS * 32>();
             /* Thread block c has blocks c total / n up to (c + 1) total / n. */
-            const uint64_t n = gridDim.x;
             const uint32_t unit_at = at - s.begin;
             const uint32_t c_first = (uint32_t)((((uint64_t)unit_at + 1) * n - 1) / total);
             const uint32_t c_last = (uint32_t)((((uint64_t)unit_at + s.n) * n - 1) / total);
@@ -286,11 +299,21 @@ static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t a
             named_barrier<1, WARPS * 32>();
             if (sm.is_last) {
                 part sum_of = {make_float4(0, 0, 0, 0), -INFINITY, 0};
-                for (uint32_t c = c_first; c <= c_last; c++) {
-                    bool begins_here = (uint64_t)c * total / n <= unit_at;
-                    const float *from = a.parts + ((size_t)c * 2 + (begins_here ? 1 : 0)) * TD_CUDA_PART_FLOATS;
-                    float4 from_o = __ldcg((const float4 *)(from + head * 64 + col));
-                    add_part(sum_of, from_o, __ldcg(from + 512 + head), __ldcg(from + 520 + head));
+                for (uint32_t c = c_first; c <= c_last; c += ADD_AT_ONCE) {
+                    float4 o_of[ADD_AT_ONCE];
+                    float max_of[ADD_AT_ONCE], add[ADD_AT_ONCE];
+#pragma unroll
+                    for (uint32_t j = 0; j < ADD_AT_ONCE; j++) {
+                        uint32_t part_of = min(c + j, c_last); /* the first one began inside its thread block's work */
+                        const float *from =
+                            a.parts + ((size_t)part_of * 2 + (part_of == c_first ? 1 : 0)) * TD_CUDA_PART_FLOATS;
+                        o_of[j] = __ldcg((const float4 *)(from + head * 64 + col));
+                        max_of[j] = __ldcg(from + 512 + head);
+                        add[j] = __ldcg(from + 520 + head);
+                    }
+#pragma unroll
+                    for (uint32_t j = 0; j < ADD_AT_ONCE; j++)
+                        if (c + j <= c_last) add_part(sum_of, o_of[j], max_of[j], add[j]);
                 }
                 finish(a, sum_of, q.row, s.head);
             }
@@ -305,7 +328,9 @@ static __global__ void __launch_bounds__(THREADS, 2)
 {
     extern __shared__ uint8_t raw[];
     auto &sm = *reinterpret_cast<decode_smem *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~(uintptr_t)1023);
+    let_next();
     if (threadIdx.x == 0) {
+        map_prefetch(&kv_map);
         for (int i = 0; i < STAGES; i++) {
             barrier_init(&sm.full[i], 1);
             barrier_init(&sm.empty[i], WARPS);
@@ -313,14 +338,15 @@ static __global__ void __launch_bounds__(THREADS, 2)
         barrier_init_fence();
     }
     const uint32_t total = scan(a, sm) * a.n_kv_heads;
-    /* Every thread block counts, those beyond the work have none. */
-    const uint32_t at = (uint32_t)((uint64_t)blockIdx.x * total / gridDim.x);
-    const uint32_t end = (uint32_t)((uint64_t)(blockIdx.x + 1) * total / gridDim.x);
-    if (at == end) return;
+    const uint32_t n = min(gridDim.x, (total + MIN_SHARE - 1) / MIN_SHARE);
+    if (blockIdx.x >= n) return;
+    const uint32_t at = cut_at(a, sm, blockIdx.x, n, total), end = cut_at(a, sm, blockIdx.x + 1, n, total);
+    if (at >= end) return;
+    before();
     if (threadIdx.x >= WARPS * 32)
         produce(a, &kv_map, sm, at, end);
     else
-        consume(a, sm, at, end, total);
+        consume(a, sm, at, end, total, n);
 }
 
 enum td_status td_cuda_attn_decode(struct td_cuda_stream *s, const struct td_attention_args *a)
@@ -351,6 +377,5 @@ enum td_status td_cuda_attn_decode(struct td_cuda_stream *s, const struct td_att
     const int bytes = sizeof(decode_smem) + 1024;
     cudaError_t e = cudaFuncSetAttribute(attn_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (e != cudaSuccess) return td_cuda_status(e, "attn_decode");
-    attn_decode<<<2 * (uint32_t)s->n_sms, THREADS, bytes, s->s>>>(kv_map, p);
-    return TD_CUDA_LAUNCHED("attn_decode");
+    return td_cuda_status(launch(attn_decode, 2 * (uint32_t)s->n_sms, THREADS, bytes, s->s, kv_map, p), "attn_decode");
 }

@@ -261,8 +261,11 @@ static __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ uint8_t raw[];
     auto &sm = *reinterpret_cast<prefill_smem *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~(uintptr_t)1023);
     const uint32_t positions = ROWS / a.group, kv_head = blockIdx.y;
+    let_next();
     if (threadIdx.x < 32) find_tile(a, positions, sm);
     if (threadIdx.x == 32) {
+        map_prefetch(&q_map);
+        map_prefetch(&kv_map);
         barrier_init(&sm.q_full, 1);
         for (int i = 0; i < STAGES; i++) {
             barrier_init(&sm.k_full[i], 1);
@@ -274,6 +277,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncthreads();
     if (sm.is_idle) return;
+    before();
     const td_seq_rows q = a.seqs[sm.seq];
     const uint32_t first = sm.tile * positions, n_pos = min(positions, q.n_rows - first);
     const uint32_t from = q.start + first, last = from + n_pos - 1;
@@ -315,6 +319,6 @@ enum td_status td_cuda_attn_prefill(struct td_cuda_stream *s, const struct td_at
     /* At most so many tiles: each sequence's last one may be partly empty. */
     uint32_t n_multi = a->n_seqs - a->n_single, positions = ROWS / p.group;
     uint32_t n_tiles = (a->n_rows - a->n_single) / positions + n_multi;
-    attn_prefill<<<dim3(n_tiles, a->n_kv_heads), THREADS, bytes, s->s>>>(q_map, kv_map, p);
-    return TD_CUDA_LAUNCHED("attn_prefill");
+    return td_cuda_status(
+        launch(attn_prefill, dim3(n_tiles, a->n_kv_heads), THREADS, bytes, s->s, q_map, kv_map, p), "attn_prefill");
 }

@@ -10,6 +10,8 @@
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
+
+#include "kernels/cuda/launch.cuh"
 typedef __nv_bfloat16 td_bf16;
 extern "C" {
 #endif

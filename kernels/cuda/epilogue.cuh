@@ -59,27 +59,48 @@ struct store_qkv {
     const uint32_t *positions, *row_page;
     uint32_t n_heads, n_kv_heads, page_tokens, n_cols;
 
+    /* Where the row's head lies. */
+    __device__ __forceinline__ td_bf16 *place(uint32_t row, uint32_t head) const
+    {
+        if (head < n_heads) return q + ((size_t)row * n_heads + head) * 64;
+        bool is_v = head >= n_heads + n_kv_heads;
+        size_t h = head - n_heads - (is_v ? n_kv_heads : 0), page = row_page[row], pos = positions[row] % page_tokens;
+        return pool + ((((page * n_kv_heads + h) * 2 + is_v) * page_tokens + pos) * 64);
+    }
+
     __device__ __forceinline__ void operator()(uint32_t row, uint32_t col, float a, float b, uint32_t) const
     {
         if (col >= n_cols) return;
         uint32_t head = col / 64, j = col % 64;
         a += bias[col];
         b += bias[col + 32];
-        td_bf16 *to;
         if (head < n_heads + n_kv_heads) {
             float c = cos[(size_t)row * 32 + j], s = sin[(size_t)row * 32 + j], lo = a;
             a = lo * c - b * s;
             b = b * c + lo * s;
         }
-        if (head < n_heads) {
-            to = q + ((size_t)row * n_heads + head) * 64;
-        } else {
-            bool is_v = head >= n_heads + n_kv_heads;
-            size_t h = head - n_heads - (is_v ? n_kv_heads : 0), page = row_page[row], pos = positions[row] % page_tokens;
-            to = pool + ((((page * n_kv_heads + h) * 2 + is_v) * page_tokens + pos) * 64);
-        }
+        td_bf16 *to = place(row, head);
         to[j] = __float2bfloat16_rn(a);
         to[j + 32] = __float2bfloat16_rn(b);
+    }
+
+    /* The same for col and col + 1, col even. */
+    __device__ __forceinline__ void two(uint32_t row, uint32_t col, float2 a, float2 b) const
+    {
+        if (col >= n_cols) return;
+        uint32_t head = col / 64, j = col % 64;
+        float2 x = *(const float2 *)(bias + col), y = *(const float2 *)(bias + col + 32);
+        a = make_float2(a.x + x.x, a.y + x.y);
+        b = make_float2(b.x + y.x, b.y + y.y);
+        if (head < n_heads + n_kv_heads) {
+            float2 c = *(const float2 *)(cos + (size_t)row * 32 + j), s = *(const float2 *)(sin + (size_t)row * 32 + j);
+            float2 lo = a;
+            a = make_float2(lo.x * c.x - b.x * s.x, lo.y * c.y - b.y * s.y);
+            b = make_float2(b.x * c.x + lo.x * s.x, b.y * c.y + lo.y * s.y);
+        }
+        td_bf16 *to = place(row, head);
+        *(__nv_bfloat162 *)(to + j) = __floats2bfloat162_rn(a.x, a.y);
+        *(__nv_bfloat162 *)(to + j + 32) = __floats2bfloat162_rn(b.x, b.y);
     }
 };
 

@@ -19,9 +19,6 @@ const char *td_cuda_last_error(void);
 enum td_status td_cuda_err(struct td_err *err, enum td_status st, const char *fmt, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* After a kernel launch. */
-#define TD_CUDA_LAUNCHED(what) td_cuda_status(cudaPeekAtLastError(), what)
-
 #ifdef __CUDACC__
 }
 #endif

@@ -23,6 +23,7 @@ struct gemm_shape {
     uint32_t w_rows;               /* of one expert's matrix */
     const struct gemm_tile *tiles; /* NULL: one matrix */
     uint32_t n_row_tiles, n_col_tiles;
+    uint32_t x_box; /* rows of X in a box: fewer than GEMM_BM where there are fewer, since rows outside cost time */
 };
 
 template <int BN, int STAGES> struct gemm_smem {
@@ -42,8 +43,12 @@ static __global__ void __launch_bounds__(GEMM_THREADS, 1)
     const uint32_t group = 16, per_group = group * g.n_col_tiles, in = blockIdx.x % per_group;
     const uint32_t first_tile = blockIdx.x / per_group * group, n_in = min(group, g.n_row_tiles - first_tile);
     const uint32_t row_tile = first_tile + in % n_in, col = in / n_in * BN;
+    let_next();
     gemm_tile tile = {0, row_tile * GEMM_BM, g.n_rows - row_tile * GEMM_BM};
-    if (g.tiles != nullptr) tile = g.tiles[row_tile];
+    if (g.tiles != nullptr) {
+        before();
+        tile = g.tiles[row_tile];
+    }
     if (tile.n == 0) return;
     const uint32_t n_steps = (g.k + GEMM_BK - 1) / GEMM_BK;
 
@@ -62,10 +67,18 @@ static __global__ void __launch_bounds__(GEMM_THREADS, 1)
         regs_less<40>();
         if (threadIdx.x == 0) {
             const int w_row = (int)(tile.expert * g.w_rows + g.w_begin + col);
-            for (uint32_t i = 0; i < n_steps; i++) {
+            const uint32_t bytes = (g.x_box + BN) * GEMM_BK * 2, n_early = min(n_steps, (uint32_t)STAGES);
+            for (uint32_t i = 0; i < n_early; i++) { /* W is nobody's output */
+                barrier_expect(&sm.full[i], bytes);
+                copy_box_2d(sm.w[i], &w_map, &sm.full[i], (int)(i * GEMM_BK), w_row);
+            }
+            before();
+            for (uint32_t i = 0; i < n_early; i++)
+                copy_box_2d(sm.x[i], &x_map, &sm.full[i], (int)(i * GEMM_BK), (int)tile.first);
+            for (uint32_t i = n_early; i < n_steps; i++) {
                 uint32_t st = i % STAGES, round = i / STAGES;
                 barrier_wait(&sm.empty[st], (round & 1) ^ 1);
-                barrier_expect(&sm.full[st], (GEMM_BM + BN) * GEMM_BK * 2);
+                barrier_expect(&sm.full[st], bytes);
                 copy_box_2d(sm.x[st], &x_map, &sm.full[st], (int)(i * GEMM_BK), (int)tile.first);
                 copy_box_2d(sm.w[st], &w_map, &sm.full[st], (int)(i * GEMM_BK), w_row);
             }
@@ -92,6 +105,7 @@ static __global__ void __launch_bounds__(GEMM_THREADS, 1)
     }
     wgmma_wait<0>();
     keep(d);
+    before();
 
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -105,8 +119,8 @@ static __global__ void __launch_bounds__(GEMM_THREADS, 1)
 #pragma unroll
             for (int i = 0; i < BN / 8; i++) {
                 if (i % 8 >= 4) continue;
-                store(r, c + i * 8, d[4 * i + 2 * h], d[4 * (i + 4) + 2 * h], tile.expert);
-                store(r, c + i * 8 + 1, d[4 * i + 2 * h + 1], d[4 * (i + 4) + 2 * h + 1], tile.expert);
+                store.two(r, c + i * 8, make_float2(d[4 * i + 2 * h], d[4 * i + 2 * h + 1]),
+                          make_float2(d[4 * (i + 4) + 2 * h], d[4 * (i + 4) + 2 * h + 1]));
             }
         }
     }
@@ -124,8 +138,8 @@ static enum td_status gemm_start(const struct td_cuda_stream *s, const CUtensorM
     auto kernel = gemm<BN, STAGES, Epilogue>;
     cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (e != cudaSuccess) return td_cuda_status(e, what);
-    kernel<<<g.n_row_tiles * g.n_col_tiles, GEMM_THREADS, bytes, s->s>>>(*x_map, w_map, g, store);
-    return TD_CUDA_LAUNCHED(what);
+    return td_cuda_status(
+        launch(kernel, g.n_row_tiles * g.n_col_tiles, GEMM_THREADS, bytes, s->s, *x_map, w_map, g, store), what);
 }
 
 /* x [n_rows_all, k]; w: the first expert's matrix of w_rows_all rows in all. Narrow tiles where wide ones would leave
@@ -136,7 +150,8 @@ static enum td_status gemm_run(const struct td_cuda_stream *s, const void *x, ui
 {
     if (g.k % 8 != 0) return TD_E_UNSUPPORTED;
     CUtensorMap x_map;
-    enum td_status st = td_cuda_map_rows(&x_map, x, x_rows, g.k, g.k, GEMM_BM);
+    g.x_box = g.tiles != nullptr || g.n_rows >= GEMM_BM ? GEMM_BM : td_ceil_div(g.n_rows, 8) * 8;
+    enum td_status st = td_cuda_map_rows(&x_map, x, x_rows, g.k, g.k, g.x_box);
     if (st != TD_OK) return st;
     if (g.tiles == nullptr) g.n_row_tiles = td_ceil_div(g.n_rows, GEMM_BM);
     uint32_t wide = g.n_row_tiles * td_ceil_div(g.n_cols, 256), sms = (uint32_t)s->n_sms;

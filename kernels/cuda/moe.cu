@@ -5,6 +5,8 @@
 #define MAX_EXPERTS  512u
 #define SORT_THREADS 1024
 
+#define SKINNY_MAX_GROUPED 64u /* rows of the batch: an expert has a few of them */
+
 /* ---- scratch ---- */
 
 struct scratch {
@@ -53,6 +55,8 @@ size_t td_cuda_moe_scratch_bytes(const struct td_scratch_shape *s)
 static __global__ void route(const float *logits, const float *bias, uint32_t n_rows, uint32_t n_experts, uint32_t top_k,
                              uint32_t *ids, float *weights)
 {
+    let_next();
+    before();
     uint32_t row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= n_rows) return;
     float z[MAX_EXPERTS / 32];
@@ -112,6 +116,8 @@ static __global__ void __launch_bounds__(SORT_THREADS)
 {
     __shared__ uint32_t count[MAX_EXPERTS], warp_count[SORT_THREADS / 32];
     const uint32_t e = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    let_next();
+    before();
     for (uint32_t i = threadIdx.x; i < n_experts; i += SORT_THREADS) count[i] = 0;
     __syncthreads();
     for (uint32_t i = threadIdx.x; i < n_slots; i += SORT_THREADS) {
@@ -158,6 +164,8 @@ static __global__ void __launch_bounds__(SORT_THREADS)
 static __global__ void permute(const td_bf16 *x, const uint32_t *order, const uint32_t *n, td_bf16 *to, uint32_t top_k,
                                uint32_t n_words)
 {
+    let_next();
+    before();
     if (blockIdx.x >= *n) return;
     const uint4 *from = (const uint4 *)x + (size_t)(order[blockIdx.x] / top_k) * n_words;
     uint4 *row = (uint4 *)to + (size_t)blockIdx.x * n_words;
@@ -167,6 +175,8 @@ static __global__ void permute(const td_bf16 *x, const uint32_t *order, const ui
 /* -0.0 where another rank has the slot's expert. */
 static __global__ void fill_absent(const uint32_t *ids, float *y, uint32_t hidden, uint32_t e_begin, uint32_t n_experts)
 {
+    let_next();
+    before();
     if (ids[blockIdx.x] - e_begin < n_experts) return;
     for (uint32_t i = threadIdx.x; i < hidden; i += blockDim.x) y[(size_t)blockIdx.x * hidden + i] = -0.0f;
 }
@@ -199,7 +209,7 @@ static enum td_status grouped(const struct td_cuda_stream *s, const struct td_mo
                               const Epilogue &store, bool is_up, const char *what)
 {
     uint32_t slots = a->n_rows * a->top_k;
-    if (a->n_rows <= SKINNY_MAX_ROWS) {
+    if (a->n_rows <= SKINNY_MAX_GROUPED) {
         skinny_shape g = {};
         g.x = is_up ? (const td_bf16 *)a->x : x;
         g.w = (const td_bf16 *)first->data;
@@ -210,7 +220,7 @@ static enum td_status grouped(const struct td_cuda_stream *s, const struct td_mo
         g.n_experts = n_experts;
         if (is_up) g.from = z->order;
         g.from_div = a->top_k;
-        return skinny_run(s, g, min(a->n_rows, 8u), min(slots, n_experts), store, what);
+        return skinny_run(s, g, min(slots, n_experts), store, what);
     }
     gemm_shape g = {};
     g.n_rows = slots;
@@ -238,17 +248,17 @@ enum td_status td_cuda_moe(struct td_stream *base, const struct td_moe_args *a)
     store_f32 logits = {z.logits, nullptr, a->n_experts};
     enum td_status st = product(s, a->x, &a->router, 0, a->n_experts, a->n_rows, logits, "router");
     if (st != TD_OK) return st;
-    route<<<td_ceil_div(a->n_rows, 4), 128, 0, s->s>>>(z.logits, a->router.bias, a->n_rows, a->n_experts, a->top_k,
-                                                       a->ids, a->weights);
-    if (mine.n < a->n_experts)
-        fill_absent<<<slots, 128, 0, s->s>>>(a->ids, a->y, a->hidden, mine.begin, mine.n);
-    if (mine.n == 0) return TD_CUDA_LAUNCHED("routing");
-    sort_slots<<<mine.n, SORT_THREADS, 0, s->s>>>(a->ids, slots, mine.begin, mine.n, z.order, z.begin, z.active, z.tiles,
-                                                  n_tiles_max(slots, mine.n));
-    if (a->n_rows > SKINNY_MAX_ROWS)
-        permute<<<slots, 128, 0, s->s>>>((const td_bf16 *)a->x, z.order, z.begin + mine.n, z.x, a->top_k, a->hidden / 8);
-    st = TD_CUDA_LAUNCHED("routing");
-    if (st != TD_OK) return st;
+    cudaError_t e = launch(route, td_ceil_div(a->n_rows, 4), 128, 0, s->s, z.logits, a->router.bias, a->n_rows,
+                           a->n_experts, a->top_k, a->ids, a->weights);
+    if (e == cudaSuccess && mine.n < a->n_experts)
+        e = launch(fill_absent, slots, 128, 0, s->s, a->ids, a->y, a->hidden, mine.begin, mine.n);
+    if (e != cudaSuccess || mine.n == 0) return td_cuda_status(e, "routing");
+    e = launch(sort_slots, mine.n, SORT_THREADS, 0, s->s, a->ids, slots, mine.begin, mine.n, z.order, z.begin, z.active,
+               z.tiles, n_tiles_max(slots, mine.n));
+    if (e == cudaSuccess && a->n_rows > SKINNY_MAX_GROUPED)
+        e = launch(permute, slots, 128, 0, s->s, (const td_bf16 *)a->x, z.order, z.begin + mine.n, z.x, a->top_k,
+                   a->hidden / 8);
+    if (e != cudaSuccess) return td_cuda_status(e, "routing");
 
     const struct td_weight *up = &a->gate_up[mine.begin], *down = &a->down[mine.begin];
     store_swiglu act = {z.u, up->bias, 2 * a->intermediate, a->alpha, a->limit};

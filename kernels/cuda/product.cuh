@@ -20,7 +20,7 @@ static enum td_status product(const struct td_cuda_stream *s, const void *x, con
         g.w_begin = w_begin;
         g.n_cols = n_cols;
         g.w_rows = w->n_out;
-        return skinny_run(s, g, n_rows, 1, store, what);
+        return skinny_run(s, g, 1, store, what);
     }
     gemm_shape g = {};
     g.n_rows = n_rows;

@@ -5,6 +5,8 @@
 static __global__ void __launch_bounds__(NORM_THREADS)
     rmsnorm(const float *x, const float *w, td_bf16 *y, uint32_t dim, float eps)
 {
+    let_next();
+    before();
     const float2 *row = (const float2 *)(x + (size_t)blockIdx.x * dim);
     float2 v[NORM_PAIRS];
 #pragma unroll
@@ -19,6 +21,7 @@ enum td_status td_cuda_rmsnorm(struct td_stream *s, const struct td_rmsnorm_args
 {
     if (a->dim % 2 != 0 || a->dim > NORM_MAX_DIM) return TD_E_UNSUPPORTED;
     if (a->n_rows == 0) return TD_OK;
-    rmsnorm<<<a->n_rows, NORM_THREADS, 0, td_cuda_stream_of(s)->s>>>(a->x, a->w, (td_bf16 *)a->y, a->dim, a->eps);
-    return TD_CUDA_LAUNCHED("rmsnorm");
+    return td_cuda_status(launch(rmsnorm, a->n_rows, NORM_THREADS, 0, td_cuda_stream_of(s)->s, a->x, a->w,
+                                 (td_bf16 *)a->y, a->dim, a->eps),
+                          "rmsnorm");
 }

@@ -5,6 +5,8 @@
 static __global__ void rope(const uint32_t *positions, const float *freqs, float factor, float *cos_out, float *sin_out,
                             uint32_t n_rows, uint32_t half)
 {
+    let_next();
+    before();
     uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n_rows * half) return;
     float angle = (float)positions[i / half] * freqs[i % half];
@@ -17,7 +19,7 @@ static __global__ void rope(const uint32_t *positions, const float *freqs, float
 enum td_status td_cuda_rope(struct td_stream *s, const struct td_rope_args *a)
 {
     if (a->n_rows == 0) return TD_OK;
-    rope<<<td_ceil_div(a->n_rows * a->half, 128), 128, 0, td_cuda_stream_of(s)->s>>>(a->positions, a->freqs, a->factor,
-                                                                                     a->cos, a->sin, a->n_rows, a->half);
-    return TD_CUDA_LAUNCHED("rope");
+    return td_cuda_status(launch(rope, td_ceil_div(a->n_rows * a->half, 128), 128, 0, td_cuda_stream_of(s)->s,
+                                 a->positions, a->freqs, a->factor, a->cos, a->sin, a->n_rows, a->half),
+                          "rope");
 }

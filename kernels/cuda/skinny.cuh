@@ -12,7 +12,7 @@
 
 #define SKINNY_WARPS    8
 #define SKINNY_UNROLL   4
-#define SKINNY_MAX_ROWS 32u
+#define SKINNY_MAX_ROWS 8u /* beyond, reading X costs as much as reading W */
 
 struct skinny_shape {
     const td_bf16 *x, *w;
@@ -46,7 +46,9 @@ static __global__ void __launch_bounds__(SKINNY_WARPS * 32) skinny(const skinny_
 {
     __shared__ float sums[SKINNY_WARPS][MT * 16][NT * 8 + 1];
     uint32_t expert = 0, row0 = 0, row_end = g.n_rows;
+    let_next();
     if (g.begin != nullptr) {
+        before();
         expert = g.active[blockIdx.y];
         if (expert >= g.n_experts) return;
         row0 = g.begin[expert];
@@ -63,7 +65,22 @@ static __global__ void __launch_bounds__(SKINNY_WARPS * 32) skinny(const skinny_
             w[m][i] = g.w + ((size_t)expert * g.w_rows + g.w_begin + c) * g.k;
         }
 
-    for (; row0 < row_end; row0 += NT * 8) {
+    uint4 a[SKINNY_UNROLL][MT][2];
+    auto load_w = [&](uint32_t k0) {
+#pragma unroll
+        for (int u = 0; u < SKINNY_UNROLL; u++) {
+            uint32_t k = k0 + u * SKINNY_WARPS * 32 + t * 8;
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    a[u][m][i] = k < g.k ? load_stream(w[m][i] + k) : make_uint4(0, 0, 0, 0);
+        }
+    };
+    load_w(warp * 32); /* W is nobody's output */
+    before();
+
+    for (bool is_first = true; row0 < row_end; row0 += NT * 8, is_first = false) {
         const td_bf16 *x[NT];
 #pragma unroll
         for (int n = 0; n < NT; n++) {
@@ -73,16 +90,8 @@ static __global__ void __launch_bounds__(SKINNY_WARPS * 32) skinny(const skinny_
         }
         float d[MT][NT][4] = {};
         for (uint32_t k0 = warp * 32; k0 < g.k; k0 += SKINNY_WARPS * 32 * SKINNY_UNROLL) {
-            uint4 a[SKINNY_UNROLL][MT][2], b[SKINNY_UNROLL][NT];
-#pragma unroll
-            for (int u = 0; u < SKINNY_UNROLL; u++) {
-                uint32_t k = k0 + u * SKINNY_WARPS * 32 + t * 8;
-#pragma unroll
-                for (int m = 0; m < MT; m++)
-#pragma unroll
-                    for (int i = 0; i < 2; i++)
-                        a[u][m][i] = k < g.k ? load_stream(w[m][i] + k) : make_uint4(0, 0, 0, 0);
-            }
+            uint4 b[SKINNY_UNROLL][NT];
+            if (!is_first || k0 != warp * 32) load_w(k0);
 #pragma unroll
             for (int u = 0; u < SKINNY_UNROLL; u++) {
                 uint32_t k = k0 + u * SKINNY_WARPS * 32 + t * 8;
@@ -126,19 +135,15 @@ static enum td_status skinny_start(const struct td_cuda_stream *s, const skinny_
                                    const Epilogue &store, const char *what)
 {
     dim3 grid(td_ceil_div(g.n_cols, MT * 16), n_groups);
-    skinny<MT, NT, Epilogue><<<grid, SKINNY_WARPS * 32, 0, s->s>>>(g, store);
-    return TD_CUDA_LAUNCHED(what);
+    return td_cuda_status(launch(skinny<MT, NT, Epilogue>, grid, SKINNY_WARPS * 32, 0, s->s, g, store), what);
 }
 
-/* rows: of one expert, for the choice of tiles. */
 template <class Epilogue>
-static enum td_status skinny_run(const struct td_cuda_stream *s, const skinny_shape &g, uint32_t rows,
-                                 uint32_t n_groups, const Epilogue &store, const char *what)
+static enum td_status skinny_run(const struct td_cuda_stream *s, const skinny_shape &g, uint32_t n_groups,
+                                 const Epilogue &store, const char *what)
 {
     if (g.k % 8 != 0 || g.n_cols % 2 != 0) return TD_E_UNSUPPORTED;
-    if (rows <= 8) return skinny_start<1, 1>(s, g, n_groups, store, what);
-    if (rows <= 16) return skinny_start<1, 2>(s, g, n_groups, store, what);
-    return skinny_start<2, 4>(s, g, n_groups, store, what);
+    return skinny_start<1, 1>(s, g, n_groups, store, what);
 }
 
 #endif
