@@ -10,6 +10,7 @@
 
 #include "common/base/clock.h"
 #include "common/base/log.h"
+#include "common/base/process.h"
 #include "common/config/address_file.h"
 #include "common/http/admin.h"
 #include "common/metrics/metrics.h"
@@ -156,9 +157,11 @@ int main(int argc, char **argv)
     struct td_router *ro = &d.router;
     enum td_status st;
     struct td_err err = {{0}};
+    td_process_hold_std_fds();
     enum td_config_result how = td_config_load(&ro->cfg, TD_ROUTER, argc, argv);
     if (how != TD_CONFIG_RUN) return how == TD_CONFIG_EXIT_OK ? 0 : 2;
     td_log_open(ro->cfg.name, (enum td_log_level)td_log_level_parse(ro->cfg.log_level));
+    TD_TRY(td_process_prepare(&err));
     TD_TRY(open_model(ro, &err));
     TD_TRY(td_loop_create(&ro->loop));
     TD_TRY(start_fleet(ro));

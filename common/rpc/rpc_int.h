@@ -176,6 +176,9 @@ void rpc_call_mark_dirty(struct td_rpc_call *c);
 void rpc_call_flush(struct td_rpc_call *c);
 void rpc_call_begin_server(struct td_rpc_call *c);
 
+/* accept.c: also what has the linker take that file, and with it our accept4. */
+void rpc_accept_prepare(void);
+
 /* server.c */
 void rpc_server_call_gone(struct td_rpc *r);
 void rpc_server_stop(struct td_rpc *r); /* for destroy: cancels, waits, frees */

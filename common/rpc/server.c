@@ -175,6 +175,7 @@ enum td_status td_rpc_serve(struct td_rpc *r, const char *address, const struct 
         return TD_E_BAD_CONFIG; /* the server that never started goes with r */
     }
     r->port = (uint16_t)bound;
+    rpc_accept_prepare();
     grpc_server_start(r->server);
     r->server_state = RPC_SERVING;
     for (uint32_t i = 0; i < RPC_N_SLOTS; i++) {

@@ -4,6 +4,7 @@
 
 #include "common/base/check.h"
 #include "common/base/log.h"
+#include "common/base/process.h"
 #include "common/config/config.h"
 #include "deploy/ctl/commands.h"
 
@@ -23,6 +24,7 @@ static void print_help(FILE *f)
 
 int main(int argc, char **argv)
 {
+    td_process_hold_std_fds();
     td_log_open("tandemctl", TD_LOG_ERROR);
     if (argc < 2) {
         print_help(stderr);
