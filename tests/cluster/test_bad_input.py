@@ -58,12 +58,25 @@ def test_an_unknown_model_is_not_found(client):
 
 
 def test_a_prompt_longer_than_the_context_is_refused(client):
-    details = refused(client.start(tokens=[5] * (CONTEXT + 1), max_tokens=1))
-    assert str(CONTEXT) in details
+    context = client.stub.ListModels(inference_pb2.ListModelsRequest()).models[0].max_context_tokens
+    assert 4096 < context <= CONTEXT
+    details = refused(client.start(tokens=[5] * (context + 1), max_tokens=1))
+    assert str(context) in details
+    assert str(context + 1) in refused(client.start(tokens=[5] * (context + 1), max_tokens=1))
 
 
 def test_a_prompt_larger_than_all_pages_is_refused(new_fleet):
+    """Workers announce the context that their KV memory holds: beyond it no retry can help."""
     fleet = new_fleet(prefill_flags=("--kv-bytes", "4M"), decode_flags=("--kv-bytes", "4M"))
+    client = fleet.client()
+    refused(client.start(tokens=[5] * 5000, max_tokens=1))
+    for prompt_tokens in (10, 200):
+        assert client.generate(tokens=[5] * prompt_tokens, max_tokens=2, ignore_eos=True).ids
+    client.close()
+
+
+def test_workers_of_different_memory_serve_what_fits_all(new_fleet):
+    fleet = new_fleet(prefill_flags=("--kv-bytes", "64M"), decode_flags=("--kv-bytes", "4M"))
     client = fleet.client()
     refused(client.start(tokens=[5] * 5000, max_tokens=1), grpc.StatusCode.RESOURCE_EXHAUSTED)
     assert client.generate(tokens=[5] * 10, max_tokens=2, ignore_eos=True).ids
