@@ -1,10 +1,12 @@
 /* What is under way in the twin.
  *
- *   put      after a delay: the source bytes are read and done runs, at one moment (bytes changed before done show in
- * what arrives); each segment then lands in the pool after a delay of its own flush    after a delay, once every put
- * that was posted before has landed message  after a delay, never before an earlier message of the same peer; neither
- * waits for puts nor they for it A put or flush to a dead node either succeeds into the void or hangs until the death
- * is noticed. */
+ *   put      after a delay, the source bytes are read and done runs, at one moment (so bytes changed before done show
+ *            in what arrives); each segment then lands in the pool after a delay of its own
+ *   flush    after a delay, once every put that was posted before has landed
+ *   message  after a delay, never before an earlier message through the same peer; neither waits for puts nor they
+ *            for it
+ *
+ * A put or flush to a dead node either succeeds into the void or hangs until the death is noticed. */
 #include <stdlib.h>
 #include <string.h>
 

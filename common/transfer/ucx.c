@@ -1,8 +1,11 @@
 /* The real transfer. One thread owns the UCX worker and sleeps on its file descriptor together with an eventfd for
- * commands and a pidfd per peer on this machine. A round of it: commands -> progress until nothing moves -> peers that
- * end go one step on -> events to the loop -> arm -> sleep Arming fails while UCX still has events, and then another
- * round is due: that is UCX's own busy polling while data flows. It is bounded: after ARM_BUSY_MAX rounds in which
- * nothing moved, the thread sleeps a millisecond all the same. */
+ * commands and a pidfd per peer on this machine. A round of it:
+ *
+ *   commands -> progress until nothing moves -> peers that end go one step on -> events to the loop -> arm -> sleep
+ *
+ * Arming fails while UCX still has events, and then another round is due: that is UCX's own busy polling while data
+ * flows. It is bounded: after ARM_BUSY_MAX rounds in which nothing moved, the thread sleeps a millisecond all the same.
+ */
 #include <errno.h>
 #include <signal.h>
 #include <stdatomic.h>

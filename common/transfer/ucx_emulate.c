@@ -3,9 +3,9 @@
  * and it writes wherever it is told. So:
  *
  *   sender    copies each segment in chunks, at most WINDOW of them under way, into active messages: "into the pool
- * with this secret, at this offset". Copied, so that a put can be canceled while its bytes wait in a socket. receiver
- * checks secret and bounds, writes, acknowledges with the put's ticket sender    the put is done when every chunk is
- * acknowledged; a flush waits for the puts before it
+ *             with this secret, at this offset"; copied, so that a put can be canceled while its bytes wait in a socket
+ *   receiver  checks secret and bounds, writes, acknowledges with the put's ticket
+ *   sender    the put is done when every chunk is acknowledged; a flush waits for the puts before it
  *
  * The receiver keeps no state; an acknowledgement that fits no put is dropped. */
 #include <stdatomic.h>
@@ -50,6 +50,7 @@ static void chunk_is_sent(struct chunk *c, ucs_status_t s)
 {
     struct ucx_op *op = s == UCS_OK ? NULL : find_put(c->peer, c->header.ticket);
     c->peer->n_wire--;
+    if (s != UCS_OK && c->header.secret != 0) c->peer->n_window--;
     free(c);
     if (op == NULL) return;
     if (op->status == TD_OK) op->status = td_ucx_status(s);

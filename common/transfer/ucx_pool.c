@@ -146,7 +146,7 @@ static enum td_status create(struct ucx *x, void *base, size_t n_bytes, struct t
     p->x = x;
     p->base = base;
     p->n_bytes = n_bytes;
-    p->secret = td_rng_system();
+    while (p->secret == 0) p->secret = td_rng_system();
     td_list_push_back(&x->pools, &p->link);
     td_list_init(&p->map_link);
     struct pool_call c = {.call.run = create_call, .p = p, .is_given = base != NULL, .err = err};

@@ -3,11 +3,11 @@
  * The end of a peer, whichever way it comes (UCX's error callback, the end of its process, its owner's close):
  *
  *   1. closing: puts and flushes that UCX has no part in end at once with CANCELED. Then what was sent may leave: over
- *      shared memory for at most DRAIN_MS, over TCP for as long as it takes, be it forever to a stopped process.
- * (UCX 1.13 crashes later on when a TCP endpoint with bytes to send is forced closed, and aborts at the other end when
- * one is that has not been introduced yet.)
+ *      shared memory for at most DRAIN_MS, over TCP for as long as it takes, be it forever to a stopped process. (UCX
+ *      1.13 crashes later on when a TCP endpoint with bytes to send is forced closed, and aborts at the other end when
+ *      one is that has not been introduced yet.)
  *   2. cut: force the endpoint closed. UCX ends every request of it through its callback; until then source bytes stay
- * in use.
+ *      in use.
  *   3. cut and no op left: the keys go; a loss or the close is told to the loop, once.
  *
  * A process that ended is left to UCX to notice for NOTICE_MS where it has a TCP connection (that takes a millisecond
@@ -363,7 +363,8 @@ static int step(struct ucx_peer *p, bool is_stopping, uint64_t now_ns)
         fail(p, "its process ended");
     if (!p->is_failed && !p->is_closing) return p->died_ns != 0 ? (int)NOTICE_MS / 4 : -1;
     if (!p->is_cutting) {
-        if (!p->is_failed && is_leaving(p, is_stopping, now_ns)) return p->is_tcp && !is_stopping ? -1 : 5;
+        if (!p->is_failed && is_leaving(p, is_stopping, now_ns))
+            return p->is_tcp && !is_stopping && p->died_ns == 0 ? -1 : 5;
         cut(p);
     }
     if (p->is_cut) end_own_ops(p);

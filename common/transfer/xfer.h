@@ -8,10 +8,12 @@
  *
  * Threads: every function here is called on the loop thread, every callback runs on the loop thread; a thread of the
  * transfer's own drives the network. open, destroy and the pool and peer_open functions may wait for that thread
- * (microseconds; a mapping of device memory, some milliseconds); put, flush, send and peer_close never wait. Requests
- * live in the caller's object, are used for one operation at a time, and their done runs exactly once, also after an
- * abort or the loss of the peer (CANCELED, PEER_LOST), never inside the call that posted it. A call that does not
- * return OK posted nothing, and its done does not run. The source bytes of a put must stay untouched until its done.
+ * (microseconds; a mapping of device memory, some milliseconds); put, flush, send and peer_close never wait.
+ *
+ * Requests live in the caller's object, are used for one operation at a time, and their done runs exactly once, also
+ * after a close or the loss of the peer (CANCELED, PEER_LOST), never inside the call that posted it. A call that does
+ * not return OK posted nothing, and its done does not run. The source bytes of a put must stay untouched until its
+ * done.
  *
  * Dead or silent: a peer whose process is gone is lost (on_lost); a peer that is merely stopped or hung is not, and its
  * requests wait. Deadlines are the caller's. */

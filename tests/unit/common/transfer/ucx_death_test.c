@@ -31,6 +31,7 @@ static int set_up(void **state, const char *tls)
     return 0;
 }
 static int over_shm(void **state) { return set_up(state, "shm"); }
+static int over_any(void **state) { return set_up(state, ""); } /* as UCX chooses */
 static int over_tcp(void **state) { return set_up(state, "tcp"); }
 static int tear_down(void **state)
 {
@@ -341,12 +342,18 @@ static void the_killed_leave_no_shared_memory_behind(void **state)
 #define BOTH(test)                                                                                                     \
     {#test " (shm)", test, over_shm, tear_down, NULL}, { #test " (tcp)", test, over_tcp, tear_down, NULL }
 
+#define ANY(test)                                                                                                      \
+    {                                                                                                                  \
+#test " (any)", test, over_any, tear_down, NULL                                                                \
+    }
+
 int main(int argc, char **argv)
 {
     child_main(argc, argv);
     td_log_open("test", getenv("TD_TEST_LOG") != NULL ? TD_LOG_DEBUG : TD_LOG_WARN);
     const struct CMUnitTest tests[] = {
         BOTH(a_receiver_that_dies_in_mid_put_is_lost_once_and_replaced),
+        ANY(a_receiver_that_dies_in_mid_put_is_lost_once_and_replaced),
         BOTH(an_idle_peer_that_dies_is_noticed),
         BOTH(a_sender_that_dies_in_mid_put_is_lost),
         BOTH(a_sender_that_we_know_no_way_to_may_die),
