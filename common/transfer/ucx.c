@@ -193,7 +193,10 @@ static enum td_status set_up(struct ucx *x, struct td_err *err)
     s = ucp_worker_create(x->context, &wp, &x->worker);
     if (s != UCS_OK) {
         x->worker = NULL;
-        return td_ucx_err(err, s, "creating UCX's worker");
+        return td_ucx_err(err, s,
+                          x->has_shared_memory ? "creating UCX's worker (over shared memory it needs some 5 MiB in "
+                                                 "/dev/shm and 5 MiB in System V segments)"
+                                               : "creating UCX's worker");
     }
     if ((s = ucp_worker_get_efd(x->worker, &x->ucx_fd)) != UCS_OK)
         return td_ucx_err(err, s, "getting UCX's file descriptor");
