@@ -120,7 +120,6 @@ static void table(const char *tls, uint64_t ms)
     child_connect(&c, &p);
     TD_CHECK(pair_flush(&p, c.peer, 20000) == TD_OK);
     pair_fill(p.mem[POOL_SHARED], PAIR_POOL_BYTES, 1);
-    memset(p.mem[POOL_PLAIN], 1, PAIR_POOL_BYTES); /* no page faults in what is timed */
     printf("%s: puts over %s, into an allocated pool\n%10s %12s %12s %8s %16s\n", tls, p.ops->peer_transport(c.peer),
            "bytes", "put GB/s", "memcpy GB/s", "share", "put+flush us");
     for (size_t i = 0; i < TD_COUNT(sizes); i++) {

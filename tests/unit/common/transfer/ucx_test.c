@@ -1,6 +1,8 @@
 /* The UCX transfer between two real processes: what arrives, and whether the receiver had to help. */
 #include <dlfcn.h>
+#include <sys/resource.h>
 
+#include "common/base/fault.h"
 #include "tests/unit/common/transfer/xfer_pair.h"
 
 struct state {
@@ -289,6 +291,71 @@ static void wrong_transports_are_a_message_not_a_crash(void **state)
     td_loop_destroy(loop);
 }
 
+static void an_idle_transfer_sleeps(void **state)
+{
+    struct state *s = *state;
+    struct rusage before, after;
+    assert_int_equal(pair_flush(&s->p, s->c.peer, 20000), TD_OK);
+    pair_run(&s->p, NULL, NULL, 100);
+    getrusage(RUSAGE_SELF, &before);
+    usleep(1000000); /* the loop does not even look */
+    getrusage(RUSAGE_SELF, &after);
+    int64_t us =
+        (after.ru_utime.tv_sec - before.ru_utime.tv_sec + after.ru_stime.tv_sec - before.ru_stime.tv_sec) * 1000000ll +
+        (after.ru_utime.tv_usec - before.ru_utime.tv_usec + after.ru_stime.tv_usec - before.ru_stime.tv_usec);
+    assert_true(us < 100000); /* of 1,000,000; keepalives take some */
+}
+
+/* Open, connect, put, flush and send with the 1st, 2nd, ... allocation failing: a status, no crash, nothing lost. */
+static void any_allocation_may_fail(void **state)
+{
+    struct state *s = *state;
+    enum td_status last = TD_IN_PROGRESS;
+    for (unsigned n = 0; n < 30; n++) {
+        struct td_loop *loop;
+        struct td_xfer *x = NULL;
+        struct td_xfer_pool *pool = NULL;
+        struct td_xfer_peer *peer = NULL;
+        struct td_err err = {{0}};
+        struct td_xfer_options o = {.incarnation = 5, .tls = s->tls};
+        assert_int_equal(td_loop_create(&loop), TD_OK);
+        struct pair p = {.loop = loop, .ops = &td_xfer_ucx};
+        td_fault_arm(TD_FAULT_ALLOC, n, 1);
+        enum td_status st = td_xfer_ucx.open(loop, &o, NULL, NULL, &x, &err);
+        if (st == TD_OK) st = td_xfer_ucx.pool_create(x, 4096, &pool, &err);
+        if (st == TD_OK) {
+            uint64_t whom;
+            p.x = x;
+            st = pair_connect(&p, s->c.description.data, s->c.description.n, N_PAIR_POOLS, &peer, &whom, &err);
+        }
+        struct call put[2], flush;
+        unsigned n_posted = 0;
+        for (unsigned i = 0; st == TD_OK && i < 2; i++) {
+            struct td_xfer_seg seg = {td_xfer_ucx.pool_base(pool), 64, 100};
+            call_init(&put[i], &p);
+            st = td_xfer_ucx.put(peer, i == 0 ? POOL_SHARED : POOL_PLAIN, &seg, 1, &put[i].req);
+            if (st == TD_OK) n_posted++;
+        }
+        if (st == TD_OK) {
+            call_init(&flush, &p);
+            st = td_xfer_ucx.flush(peer, &flush.req);
+            if (st == TD_OK) {
+                enum td_status end = call_wait(&p, &flush, 20000);
+                assert_true(end == TD_OK || end == TD_E_NO_MEMORY);
+                for (unsigned i = 0; i < n_posted; i++) call_wait(&p, &put[i], 20000);
+                st = td_xfer_ucx.send(peer, 1, "x", 1);
+            }
+        }
+        assert_true(st == TD_OK || st == TD_E_NO_MEMORY);
+        td_xfer_ucx.destroy(x);
+        for (unsigned i = 0; i < n_posted; i++) assert_int_equal(put[i].n_done, 1);
+        td_loop_destroy(loop);
+        last = st;
+        td_fault_disarm_all();
+    }
+    assert_int_equal(last, TD_OK); /* more than there are allocations */
+}
+
 static void ucx_catches_no_crash_signals(void **state)
 {
     (void)state;
@@ -334,6 +401,8 @@ int main(int argc, char **argv)
         SHM(a_put_that_would_leave_the_pool_is_refused),
         cmocka_unit_test(wrong_transports_are_a_message_not_a_crash),
         SHM(ucx_catches_no_crash_signals),
+        BOTH(an_idle_transfer_sleeps),
+        SHM(any_allocation_may_fail),
     };
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     return cmocka_run_group_tests_name("common/transfer/ucx", tests, NULL, NULL);

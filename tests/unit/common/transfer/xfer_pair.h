@@ -119,7 +119,8 @@ static enum td_status pair_open(struct pair *p, const char *tls, struct td_err *
     st = p->ops->pool_create(p->x, PAIR_POOL_BYTES, &p->pool[POOL_SHARED], err);
     if (st != TD_OK) return st;
     p->mem[POOL_SHARED] = p->ops->pool_base(p->pool[POOL_SHARED]);
-    p->mem[POOL_PLAIN] = calloc(1, PAIR_POOL_BYTES);
+    p->mem[POOL_PLAIN] = aligned_alloc(4096, PAIR_POOL_BYTES);
+    memset(p->mem[POOL_PLAIN], 0, PAIR_POOL_BYTES);
     return p->ops->pool_register(p->x, p->mem[POOL_PLAIN], PAIR_POOL_BYTES, &p->pool[POOL_PLAIN], err);
 }
 
