@@ -77,7 +77,8 @@ static void task(void *ctx, uint32_t index, uint32_t thread)
             z->hi[i] = p < base ? 0 : td_min_u32(p - base + 1, TD_KEYS);
             z->c[i] = z->s + (size_t)i * TD_KEYS;
         }
-        struct td_gemm scores = {.a = qrows, .c = z->c, .w = z->k, .m = m, .n_cols = TD_KEYS, .k = dim};
+        struct td_gemm scores = {
+            .a = qrows, .c = z->c, .w = z->k, .m = m, .n_cols = td_ceil_div(end, TD_LANES) * TD_LANES, .k = dim};
         micro->gemm_f32(&scores);
         struct td_softmax_block b = {.s = z->s,
                                      .lo = z->lo,
@@ -95,8 +96,8 @@ static void task(void *ctx, uint32_t index, uint32_t thread)
             weights[i] = z->s + (size_t)i * TD_KEYS;
             out[i] = z->o + (size_t)i * dim;
         }
-        struct td_gemm mix = {
-            .a = weights, .c = out, .w = z->v, .m = m, .n_cols = dim, .k = TD_KEYS, .accumulate = true};
+        /* Weights past `end` are 0: leaving them out changes nothing. */
+        struct td_gemm mix = {.a = weights, .c = out, .w = z->v, .m = m, .n_cols = dim, .k = end, .accumulate = true};
         micro->gemm_f32(&mix);
     }
 

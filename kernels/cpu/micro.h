@@ -53,8 +53,8 @@ struct td_micro {
     void (*bias_rotate)(float *v, const float *bias, const float *cos, const float *sin, uint32_t dim);
     /* n values (a multiple of 16) in a page's type. */
     void (*store)(void *to, const float *v, uint32_t n, enum td_dtype type);
-    /* rows[n] of dim elements as stored; keys become panels [dim][16], values panels [TD_KEYS][16] of 16 dims; missing
-     * rows 0. */
+    /* rows[n] of dim elements as stored. Keys become panels [dim][16] of 16 keys, missing ones of the last panel 0;
+     * values become panels [n][16] of 16 dims. */
     void (*pack_keys)(float *to, const void *const *rows, uint32_t n, uint32_t dim, enum td_dtype type);
     void (*pack_values)(float *to, const void *const *rows, uint32_t n, uint32_t dim, enum td_dtype type);
 };

@@ -239,10 +239,12 @@ static void store(void *to, const float *v, uint32_t n, enum td_dtype type)
 /* ---- pages into panels
  * ------------------------------------------------------------------------------------------------------ */
 
+#if defined(TD_LANES_SCALAR)
 INLINE float element(const void *row, uint32_t i, enum td_dtype type)
 {
     return type == TD_F32 ? ((const float *)row)[i] : td_bf16_to_f32(((const uint16_t *)row)[i]);
 }
+#endif
 
 #if defined(TD_LANES_AVX512) || defined(TD_LANES_AVX2)
 INLINE __m256 load8(const void *row, uint32_t i, enum td_dtype type)
@@ -277,20 +279,23 @@ INLINE void transpose8(float *to, const void *const *rows, uint32_t d, enum td_d
 }
 #endif
 
+/* Panels past the last row are left alone. */
 INLINE void pack_keys_as(float *to, const void *const *rows, uint32_t n, uint32_t dim, enum td_dtype type)
 {
-    for (uint32_t first = 0; first < TD_KEYS; first += TD_LANES) {
+    static const float zeros[TD_HEAD_MAX];
+    for (uint32_t first = 0; first < n; first += TD_LANES) {
         float *panel = to + (size_t)first * dim;
-        uint32_t have = n <= first ? 0 : n - first < TD_LANES ? n - first : TD_LANES;
-        uint32_t j = 0;
+        const void *all[TD_LANES];
+        for (uint32_t j = 0; j < TD_LANES; j++) all[j] = first + j < n ? rows[first + j] : zeros;
 #if defined(TD_LANES_AVX512) || defined(TD_LANES_AVX2)
-        for (; j + 8 <= have; j += 8)
-            for (uint32_t d = 0; d < dim; d += 8)
-                transpose8(panel + (size_t)d * TD_LANES + j, rows + first + j, d, type);
+        for (uint32_t d = 0; d < dim; d += 8) {
+            transpose8(panel + (size_t)d * TD_LANES, all, d, type);
+            transpose8(panel + (size_t)d * TD_LANES + 8, all + 8, d, type);
+        }
+#else
+        for (uint32_t j = 0; j < TD_LANES; j++)
+            for (uint32_t d = 0; d < dim; d++) panel[(size_t)d * TD_LANES + j] = element(all[j], d, type);
 #endif
-        for (; j < TD_LANES; j++)
-            for (uint32_t d = 0; d < dim; d++)
-                panel[(size_t)d * TD_LANES + j] = j < have ? element(rows[first + j], d, type) : 0.0f;
     }
 }
 
@@ -305,15 +310,12 @@ static void pack_keys(float *to, const void *const *rows, uint32_t n, uint32_t d
 static void pack_values(float *to, const void *const *rows, uint32_t n, uint32_t dim, enum td_dtype type)
 {
     for (uint32_t d = 0; d < dim; d += TD_LANES) {
-        float *panel = to + (size_t)d * TD_KEYS;
-        for (uint32_t j = 0; j < TD_KEYS; j++) {
-            vf x = v_zero();
-            if (j < n && type == TD_F32)
-                x = v_load((const float *)rows[j] + d);
-            else if (j < n)
-                x = v_load_bf16((const uint16_t *)rows[j] + d);
-            v_store(panel + (size_t)j * TD_LANES, x);
-        }
+        float *panel = to + (size_t)d * n;
+        if (type == TD_F32)
+            for (uint32_t j = 0; j < n; j++) v_store(panel + (size_t)j * TD_LANES, v_load((const float *)rows[j] + d));
+        else
+            for (uint32_t j = 0; j < n; j++)
+                v_store(panel + (size_t)j * TD_LANES, v_load_bf16((const uint16_t *)rows[j] + d));
     }
 }
 
