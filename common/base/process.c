@@ -19,6 +19,19 @@ void td_process_hold_std_fds(void)
             return; /* takes the lowest: fd */
 }
 
+/* main is too late: libraries open descriptors when they are loaded (UCX an eventfd). A program's own list of functions
+ * that run before them; sanitizers are not ready then. */
+#if defined(__has_feature)
+#define IS_SANITIZED (__has_feature(address_sanitizer) || __has_feature(thread_sanitizer))
+#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define IS_SANITIZED 1
+#else
+#define IS_SANITIZED 0
+#endif
+#if !IS_SANITIZED
+__attribute__((section(".preinit_array"), used)) static void (*const before_libraries)(void) = td_process_hold_std_fds;
+#endif
+
 static void raise_file_limit(void)
 {
     struct rlimit files;

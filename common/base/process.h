@@ -4,7 +4,8 @@
 #define TD_BASE_PROCESS_H
 #include "common/base/status.h"
 
-/* Opens /dev/null where descriptor 0, 1 or 2 is closed: else a socket gets the number, and the log goes to a peer. */
+/* Opens /dev/null where descriptor 0, 1 or 2 is closed: else a socket gets the number, and the log goes to a peer. Runs
+ * by itself before the libraries of a program that contains it, except under sanitizers; a main calls it for those. */
 void td_process_hold_std_fds(void);
 
 /* For daemons, once the log is open. Ignores SIGHUP (a closed terminal is no reason to drop requests) and

@@ -9,12 +9,14 @@
 #include <stdbool.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "common/base/log.h"
 #include "common/rpc/rpc_int.h"
 
 #define MAX_REFUSED 64 /* in one go: this runs on a thread that has other work */
+#define STUCK_NS    5000000
 
 static struct {
     pthread_mutex_t lock;
@@ -34,10 +36,10 @@ static void fill_reserve(void)
     if (reserve.fd < 0) reserve.fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
 }
 
-/* Listeners are watched for new arrivals only, so nothing may stay in the queue that could be taken out of it. */
-static void refuse_waiting(int listener)
+/* Listeners are watched for new arrivals only (core's), so nothing may stay in the queue that could be taken out of it;
+ * or for as long as something is in it (libuv's), so what stays would keep the loop busy. Under the lock. */
+static unsigned refuse_waiting(int listener)
 {
-    pthread_mutex_lock(&reserve.lock);
     unsigned n = 0;
     for (int fd = 0; fd >= 0 && n < MAX_REFUSED; n += fd >= 0) {
         if (reserve.fd >= 0) close(reserve.fd);
@@ -46,8 +48,7 @@ static void refuse_waiting(int listener)
         if (fd >= 0) close(fd);
         fill_reserve();
     }
-    pthread_mutex_unlock(&reserve.lock);
-    TD_WARN("accept_refused", "connections=%u text=\"no file descriptor is free: raise ulimit -n\"", n);
+    return n;
 }
 
 static bool does_pass(int e)
@@ -74,11 +75,17 @@ static bool does_pass(int e)
 int rpc_accept4(int listener, struct sockaddr *address, socklen_t *n, int flags) __asm__("accept4");
 int rpc_accept4(int listener, struct sockaddr *address, socklen_t *n, int flags)
 {
-    int fd = accept_raw(listener, address, n, flags);
+    pthread_mutex_lock(&reserve.lock); /* else one thread's accept takes the place that another has just made free */
+    int fd = accept_raw(listener, address, n, flags), e = errno;
+    bool is_short = fd < 0 && (e == EMFILE || e == ENFILE);
+    unsigned n_refused = is_short ? refuse_waiting(listener) : 0;
+    bool is_stuck = reserve.fd < 0;
+    pthread_mutex_unlock(&reserve.lock);
     if (fd >= 0) return fd;
-    int e = errno;
-    if (e == EMFILE || e == ENFILE) {
-        refuse_waiting(listener);
+    if (is_short) {
+        TD_WARN("accept_refused", "connections=%u text=\"no file descriptor is free: raise ulimit -n\"", n_refused);
+        if (is_stuck)
+            nanosleep(&(struct timespec){.tv_nsec = STUCK_NS}, NULL); /* they wait, but must not be polled hot */
         e = EAGAIN;
     }
     errno = does_pass(e) ? EAGAIN : e;

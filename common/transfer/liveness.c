@@ -85,7 +85,13 @@ enum td_status td_process_watch(const struct td_process_id *p, int *fd_out)
     /* Only now does the pid stand still: is it still the same life? A zombie keeps its start time, so ask the pidfd
      * too. */
     struct pollfd pfd = {.fd = fd, .events = POLLIN};
-    if (start_time_of(p->pid) != p->start_time || (poll(&pfd, 1, 0) == 1 && (pfd.revents & POLLIN) != 0)) {
+    errno = 0;
+    uint64_t started = start_time_of(p->pid);
+    if (started == 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM)) { /* our lack, not its death */
+        close(fd);
+        return TD_E_UNSUPPORTED;
+    }
+    if (started != p->start_time || (poll(&pfd, 1, 0) == 1 && (pfd.revents & POLLIN) != 0)) {
         close(fd);
         return TD_E_PEER_LOST;
     }

@@ -7,12 +7,14 @@
  * flows. It is bounded: after ARM_BUSY_MAX rounds in which nothing moved, the thread sleeps a millisecond all the same.
  */
 #include <errno.h>
+#include <inttypes.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include "common/base/clock.h"
@@ -173,7 +175,7 @@ static void deliver(struct td_mail *mail)
 /* --- the thread ----------------------------------------------------------------------------------------------------
  */
 
-static enum td_status set_up(struct ucx *x, struct td_err *err)
+static enum td_status start_worker(struct ucx *x, struct td_err *err)
 {
     ucp_config_t *config;
     enum td_status st = td_ucx_config(x, &config, err);
@@ -193,11 +195,42 @@ static enum td_status set_up(struct ucx *x, struct td_err *err)
     s = ucp_worker_create(x->context, &wp, &x->worker);
     if (s != UCS_OK) {
         x->worker = NULL;
+        ucp_cleanup(x->context);
+        x->context = NULL;
         return td_ucx_err(err, s,
                           x->has_shared_memory ? "creating UCX's worker (over shared memory it needs some 5 MiB in "
                                                  "/dev/shm and 5 MiB in System V segments)"
                                                : "creating UCX's worker");
     }
+    return TD_OK;
+}
+
+/* UCX's worker wants its receive queues in every kind of shared memory that it knows of, and gives up where one kind is
+ * short, as /dev/shm in many containers. We go on with what is left; the pools say how fast that is. */
+static enum td_status start_worker_with_what_fits(struct ucx *x, struct td_err *err)
+{
+    static const char *const left[] = {NULL, "^posix", "^posix,sysv"};
+    enum td_status st = TD_E_INTERNAL;
+    for (size_t i = 0; i < TD_COUNT(left); i++) {
+        struct td_err why = {.text = ""};
+        struct statvfs v;
+        x->tls_left = left[i];
+        st = start_worker(x, &why);
+        if (st == TD_OK) return TD_OK;
+        if (x->tls != NULL || !x->has_shared_memory || i + 1 == TD_COUNT(left))
+            return td_err_set(err, st, "%s", why.text);
+        uint64_t dev_shm = statvfs("/dev/shm", &v) == 0 ? (uint64_t)v.f_bavail * v.f_frsize : 0;
+        TD_WARN("shared_memory_short", "dev_shm_free_bytes=%" PRIu64 " next=\"%s\" why=\"%s\"", dev_shm, left[i + 1],
+                why.text);
+    }
+    return st;
+}
+
+static enum td_status set_up(struct ucx *x, struct td_err *err)
+{
+    enum td_status st = start_worker_with_what_fits(x, err);
+    if (st != TD_OK) return st;
+    ucs_status_t s;
     if ((s = ucp_worker_get_efd(x->worker, &x->ucx_fd)) != UCS_OK)
         return td_ucx_err(err, s, "getting UCX's file descriptor");
     struct epoll_event wake_event = {.events = EPOLLIN, .data.ptr = &x->wake_fd};

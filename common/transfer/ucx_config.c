@@ -83,9 +83,10 @@ enum td_status td_ucx_config(const struct ucx *x, ucp_config_t **out, struct td_
             TD_INFO("ucx_option_unknown", "option=%s value=%s text=\"%s\"", opts[i][0], opts[i][1],
                     ucs_status_string(s));
     }
-    if (x->tls != NULL && (s = ucp_config_modify(c, "TLS", x->tls)) != UCS_OK) {
+    const char *tls = x->tls != NULL ? x->tls : x->tls_left;
+    if (tls != NULL && (s = ucp_config_modify(c, "TLS", tls)) != UCS_OK) {
         ucp_config_release(c);
-        return td_err_set(err, TD_E_BAD_CONFIG, "UCX does not accept the transports \"%s\": %s", x->tls,
+        return td_err_set(err, TD_E_BAD_CONFIG, "UCX does not accept the transports \"%s\": %s", tls,
                           ucs_status_string(s));
     }
     *out = c;

@@ -181,6 +181,7 @@ struct ucx {
     uint64_t incarnation;
     uint32_t keepalive_ms;
     char *tls;
+    const char *tls_left; /* with tls NULL: what is left after too little shared memory; NULL: all */
     struct td_buf address; /* the card; constant after open */
     /* loop thread */
     struct ucx_mailbox *mailbox;

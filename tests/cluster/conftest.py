@@ -91,9 +91,9 @@ def metric_labels(address, name) -> list:
 
 
 class Daemon:
-    """One daemon process started by the test itself (no supervisor)."""
+    """One daemon process started by the test itself (no supervisor). wrap: a command that ends by executing its arguments."""
 
-    def __init__(self, directory, role, name, *flags, wait=True, env=None, model=MODEL):
+    def __init__(self, directory, role, name, *flags, wait=True, env=None, model=MODEL, wrap=()):
         self.role, self.name = role, name
         self.directory = pathlib.Path(directory)
         self.address_file = self.directory / f"{name}.json"
@@ -102,7 +102,7 @@ class Daemon:
         self.log_path = self.directory / f"{name}.log"
         self.log = open(self.log_path, "ab")
         self.process = subprocess.Popen(
-            [str(BIN / f"tandem-{role}"), "--model", str(model), "--name", name, "--address-file", str(self.address_file), *flags],
+            [*wrap, str(BIN / f"tandem-{role}"), "--model", str(model), "--name", name, "--address-file", str(self.address_file), *flags],
             stdout=self.log, stderr=self.log, env={**os.environ, **(env or {})})
         self.rpc = self.http = None
         if wait:
@@ -149,11 +149,19 @@ class Daemon:
 class Fleet:
     """A router with workers, each a child of the test, so that they can be killed one by one."""
 
-    def __init__(self, directory, n_prefill=1, n_decode=1, router_flags=(), prefill_flags=(), decode_flags=(), model=MODEL):
-        self.directory, self.model = pathlib.Path(directory), model
+    def __init__(self, directory, n_prefill=1, n_decode=1, router_flags=(), prefill_flags=(), decode_flags=(), model=MODEL,
+                 wrap=()):
+        self.directory, self.model, self.wrap = pathlib.Path(directory), model, wrap
         self.router_flags, self.flags = router_flags, {"prefill": prefill_flags, "decode": decode_flags}
         self.daemons = []
-        self.router = self.add("router", "router", *router_flags)
+        try:
+            self.start(n_prefill, n_decode)
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, n_prefill, n_decode):
+        self.router = self.add("router", "router", *self.router_flags)
         self.prefill = [self.add("prefill", f"prefill-{i}", wait=False) for i in range(n_prefill)]
         self.decode = [self.add("decode", f"decode-{i}", wait=False) for i in range(n_decode)]
         for worker in self.prefill + self.decode:
@@ -163,9 +171,9 @@ class Fleet:
     def add(self, role, name, *flags, wait=True):
         if role != "router":
             flags = ("--router", self.router.rpc, *self.flags[role], *flags)
-        daemon = Daemon(self.directory, role, name, *flags, wait=wait, model=self.model)
+        daemon = Daemon(self.directory, role, name, *flags, wait=False, model=self.model, wrap=self.wrap)
         self.daemons.append(daemon)
-        return daemon
+        return daemon.wait_listening() if wait else daemon
 
     def wait_ready(self):
         wait_until("the fleet is ready", lambda: http_get(self.router.http, "/readyz")[0] == 200, PATIENCE)
@@ -180,9 +188,10 @@ class Fleet:
         return Client(self.router.rpc)
 
     def close(self):
-        for daemon in reversed(self.daemons):
-            if daemon.process.poll() is None:
-                daemon.stop()
+        with contextlib.ExitStack() as all_of_them:      # each is stopped, even if one does not want to
+            for daemon in self.daemons:
+                if daemon.process.poll() is None:
+                    all_of_them.callback(daemon.stop)
 
 
 class Client:

@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 """Checks the text of the tree: no unfinished marks, no tabs in sources, no trailing blanks, lines of at most 130 columns,
-every metric and flag of the tables used somewhere. Exit status 1 on an offence."""
+the wall clock in one place, every metric and flag of the tables used somewhere. Exit status 1 on an offence."""
 import pathlib
 import re
 import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+# A step of the wall clock moves nothing but the time in logs: all else asks td_clock_ns.
+WALL_CLOCK = re.compile(r"\bCLOCK_REALTIME\b|\bgettimeofday\b|\btime\(NULL\)|\btimespec_get\b|\buv_clock_gettime\b")
+WALL_CLOCK_HOME = ("common/base/clock.c", "common/base/clock.h")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 SOURCES = (".c", ".h", ".cu", ".cuh", ".def", ".py", ".proto", ".sh")
 
@@ -34,6 +37,8 @@ def main() -> int:
         for n, line in enumerate(text.splitlines(), 1):
             if UNFINISHED.search(line) and not rel.startswith("tests/lint/"):
                 offences.append(f"{rel}:{n}: unfinished mark")
+            if WALL_CLOCK.search(line) and path.suffix in (".c", ".h") and rel not in WALL_CLOCK_HOME:
+                offences.append(f"{rel}:{n}: the wall clock is read in common/base/clock.c only")
             if line != line.rstrip():
                 offences.append(f"{rel}:{n}: blanks at the end of the line")
             if "\t" in line:
