@@ -9,6 +9,7 @@
 #include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/engine/engine.h"
+#include "kernels/device.h"
 
 #define MAX_STREAMS 32u
 
@@ -111,7 +112,9 @@ int main(int argc, char **argv)
     struct bench b = {0};
     td_log_open("cpu_bench", TD_LOG_WARN);
     if (n < 64) n = 64;
-    must(td_model_load(dir, &(struct td_model_options){.tp = 1}, &b.model, &err), &err);
+    struct td_device *device = NULL;
+    must(td_device_open(&(struct td_device_options){.cpu_path = argc > 5 ? argv[5] : NULL}, &device, &err), &err);
+    must(td_model_load(dir, &(struct td_model_options){.tp = 1, .device = device}, &b.model, &err), &err);
     b.c = td_model_config_of(b.model);
     uint32_t per_stream = (n + 1024) / 64 + 1, n_pages = per_stream * MAX_STREAMS;
     b.o = (struct td_engine_options){.max_batch_tokens = n,
@@ -135,7 +138,7 @@ int main(int argc, char **argv)
         TD_CHECK(b.o.kv_base[g] != NULL);
     }
     must(td_engine_create(b.model, &b.o, NULL, NULL, NULL, &b.engine, &err), &err);
-    const char *only = argc > 4 ? argv[4] : "";
+    const char *only = argc > 4 ? argv[4] : "both";
     if (strcmp(only, "decode") != 0) {
         bench_prefill(&b, n, n, per_stream);
         bench_prefill(&b, n, 512, per_stream);
@@ -149,6 +152,7 @@ int main(int argc, char **argv)
     }
     td_engine_destroy(b.engine);
     td_model_destroy(b.model);
+    td_device_close(device);
     for (int g = 0; g < TD_KV_N_GROUPS; g++) free(b.o.kv_base[g]);
     free(b.pages);
     free(b.ids);
