@@ -1,4 +1,5 @@
 /* Address and key cards: what was packed comes back, and nothing else is believed. */
+#include <poll.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -111,30 +112,46 @@ static void a_process_is_watched_until_it_ends(void **state)
 {
     (void)state;
     struct td_process_id self, child;
-    int fd = -1, pipe_fds[2];
+    int fd = -1, to_child[2], from_child[2];
     td_process_self(&self);
     if (td_process_watch(&self, &fd) == TD_E_UNSUPPORTED) skip(); /* a kernel without pidfds */
     close(fd);
-    assert_int_equal(pipe(pipe_fds), 0);
+    assert_int_equal(pipe(to_child), 0);
+    assert_int_equal(pipe(from_child), 0);
     pid_t pid = fork();
-    if (pid == 0) {
+    if (pid == 0) { /* says who it is, lives until our end of the pipe closes */
         char c;
-        close(pipe_fds[1]);
-        _exit((int)read(pipe_fds[0], &c, 1));
+        close(to_child[1]);
+        td_process_self(&child);
+        if (write(from_child[1], &child, sizeof child) != sizeof child) _exit(1);
+        _exit((int)read(to_child[0], &c, 1));
     }
-    close(pipe_fds[0]);
-    child = self;
-    child.pid = (uint32_t)pid;
-    assert_int_equal(td_process_watch(&child, &fd), TD_E_PEER_LOST); /* another start time: another life */
-    struct td_process_id elsewhere = self;
-    elsewhere.boot_id[3] ^= 1;
-    assert_int_equal(td_process_watch(&elsewhere, &fd), TD_E_UNSUPPORTED);
-    elsewhere = self;
-    elsewhere.pid_namespace++;
-    assert_int_equal(td_process_watch(&elsewhere, &fd), TD_E_UNSUPPORTED);
-    close(pipe_fds[1]);
+    close(to_child[0]);
+    assert_int_equal(read(from_child[0], &child, sizeof child), sizeof child);
+    assert_int_equal(child.pid, pid);
+    assert_int_equal(td_process_watch(&child, &fd), TD_OK);
+    struct pollfd p = {.fd = fd, .events = POLLIN};
+    assert_int_equal(poll(&p, 1, 0), 0);
+
+    int other;
+    struct td_process_id wrong = child;
+    wrong.start_time++; /* another life with the same pid */
+    assert_int_equal(td_process_watch(&wrong, &other), TD_E_PEER_LOST);
+    wrong = child;
+    wrong.boot_id[3] ^= 1;
+    assert_int_equal(td_process_watch(&wrong, &other), TD_E_UNSUPPORTED);
+    wrong = child;
+    wrong.pid_namespace++;
+    assert_int_equal(td_process_watch(&wrong, &other), TD_E_UNSUPPORTED);
+
+    close(to_child[1]);
+    assert_int_equal(poll(&p, 1, 10000), 1);
+    assert_int_equal(td_process_watch(&child, &other), TD_E_PEER_LOST); /* a zombie */
     waitpid(pid, NULL, 0);
-    assert_int_equal(td_process_watch(&child, &fd), TD_E_PEER_LOST);
+    assert_int_equal(td_process_watch(&child, &other), TD_E_PEER_LOST);
+    close(fd);
+    close(from_child[0]);
+    close(from_child[1]);
 }
 
 int main(void)
