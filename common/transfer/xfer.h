@@ -64,8 +64,10 @@ struct td_xfer_handlers {
     /* A message arrived. from: the sender's incarnation as its message claims it (0: it did not introduce itself);
      * nothing proves it. data is borrowed. n and the bytes are whatever the peer sent, at most TD_XFER_MESSAGE_MAX. */
     void (*on_message)(struct td_xfer *x, uint64_t from, uint8_t id, const void *data, size_t n, void *user);
-    /* The peer's process is known dead (endpoint failed). Once per peer. Its requests have had their done. The peer
-     * stays the caller's until peer_close (which may be called from here); put, flush and send to it say PEER_LOST. */
+    /* The peer's process is known dead (endpoint failed), or, over TCP, it has closed its end for good: either way no
+     * put of it arrives any more, but for bytes that a network still carries. Once per peer. Its requests have had
+     * their done. The peer stays the caller's until peer_close (which may be called from here); put, flush and send to
+     * it say PEER_LOST. */
     void (*on_lost)(struct td_xfer *x, struct td_xfer_peer *peer, uint64_t incarnation, void *user);
 };
 
@@ -120,7 +122,7 @@ struct td_xfer_ops {
     enum td_status (*put)(struct td_xfer_peer *p, unsigned pool, const struct td_xfer_seg *segs, unsigned n_segs,
                           struct td_xfer_req *req);
     enum td_status (*flush)(struct td_xfer_peer *p, struct td_xfer_req *req);
-    /* data is copied; loss shows in on_lost */
+    /* data is copied; loss shows in on_lost. BUSY: 64 MiB of messages wait for this peer to read. */
     enum td_status (*send)(struct td_xfer_peer *p, uint8_t id, const void *data, size_t n);
     /* Name of the transport that puts to this peer's first pool use ("posix", "sysv", "tcp", "cuda_ipc", "memory"); "?"
      * without pools. */
