@@ -210,6 +210,29 @@ struct td_gather_args {   /* act rows count as rows of n * act_bytes / 4 floats 
     uint32_t n_rows, dim;
 };
 
+/* One draw of those a backend may do itself: greedy (temperature 0) or from the softmax of all the first n_ids logits.
+ */
+struct td_sample_row {
+    double u; /* [0, 1) */
+    float temperature;
+    uint32_t unused;
+};
+struct td_sampled {
+    double log_sum; /* ln of the sum of e^logit */
+    float logit;    /* of the token */
+    uint32_t token; /* UINT32_MAX: no logit is above -inf; the host decides */
+};
+#define TD_SAMPLE_PARTS 256u /* runs of ids a row is cut into */
+
+/* As common/engine/sample.h defines it, up to rounding of the sums. */
+struct td_sample_args {
+    const float *logits;              /* [n_rows, vocab] */
+    const struct td_sample_row *rows; /* [n_rows] */
+    struct td_sampled *out;           /* [n_rows] */
+    void *parts;                      /* [n_rows, TD_SAMPLE_PARTS] of 16 bytes: scratch */
+    uint32_t n_rows, vocab, n_ids;
+};
+
 struct td_lm_head_args {
     const float *x;     /* [n_rows, H] act */
     struct td_weight w; /* [V, H] */

@@ -140,6 +140,13 @@ enum td_status td_stream_copy_out(struct td_stream *s, void *to_host, const void
     return s->device->backend->copy_out(s, to_host, from, bytes);
 }
 
+bool td_device_can_sample(const struct td_device *d) { return d->backend->sample != NULL; }
+
+enum td_status td_stream_sample(struct td_stream *s, const struct td_sample_args *a)
+{
+    return s->device->backend->sample != NULL ? s->device->backend->sample(s, a) : TD_E_UNSUPPORTED;
+}
+
 enum td_status td_graph_begin(struct td_stream *s)
 {
     return s->device->backend->graph_begin != NULL ? s->device->backend->graph_begin(s) : TD_E_UNSUPPORTED;

@@ -55,6 +55,8 @@ struct td_backend {
     enum td_status (*graph_launch)(struct td_stream *s, struct td_graph *g);
     void (*graph_destroy)(struct td_device *d, struct td_graph *g);
     const char *(*last_error)(const struct td_device *d); /* the first failure's text, "" if none */
+    /* NULL: the engine draws on the host, and logits are few rows at a time. */
+    enum td_status (*sample)(struct td_stream *s, const struct td_sample_args *a);
     struct td_ops ops;
 };
 
@@ -100,6 +102,10 @@ void td_stream_destroy(struct td_stream *s); /* NULL is fine; waits */
 enum td_status td_stream_sync(struct td_stream *s);
 enum td_status td_stream_copy_in(struct td_stream *s, void *to, const void *from_host, size_t bytes);
 enum td_status td_stream_copy_out(struct td_stream *s, void *to_host, const void *from, size_t bytes);
+
+/* Draws on the device; UNSUPPORTED where the backend leaves that to the host. */
+bool td_device_can_sample(const struct td_device *d);
+enum td_status td_stream_sample(struct td_stream *s, const struct td_sample_args *a);
 
 /* Graphs: what is enqueued between begin and end is recorded, not run. UNSUPPORTED on the CPU. */
 enum td_status td_graph_begin(struct td_stream *s);

@@ -7,7 +7,10 @@
 #include "common/engine/plan_int.h"
 #include "common/engine/sample.h"
 
-#define LOGIT_ROWS 32u /* rows of logits that exist at a time: 26 MB of the large models' vocabulary */
+/* Rows of logits that exist at a time. On a host few, 26 MB of the large models' vocabulary; where the device draws,
+ * all of a step's, since each turn reads the whole head. */
+#define LOGIT_ROWS        32u
+#define LOGIT_ROWS_DEVICE 256u
 
 /* ---- life
  * ------------------------------------------------------------------------------------------------------------- */
@@ -51,6 +54,7 @@ enum td_status td_forward_create(struct td_model *model, const struct td_engine_
                                        .n_experts = c->n_experts,
                                        .intermediate = c->intermediate,
                                        .hidden = c->hidden};
+    uint32_t n_logit_rows = td_device_can_sample(device) ? LOGIT_ROWS_DEVICE : LOGIT_ROWS;
     struct td_workspace_shape shape = {.T = o->max_batch_tokens,
                                        .S = o->max_batch_segments,
                                        .H = c->hidden,
@@ -59,7 +63,7 @@ enum td_status td_forward_create(struct td_model *model, const struct td_engine_
                                        .K = c->top_k,
                                        .V = c->vocab,
                                        .P = n_pages,
-                                       .R = o->max_batch_segments < LOGIT_ROWS ? o->max_batch_segments : LOGIT_ROWS,
+                                       .R = o->max_batch_segments < n_logit_rows ? o->max_batch_segments : n_logit_rows,
                                        .scratch_bytes = td_device_scratch_bytes(device, &scratch)};
     TD_TRY(td_workspace_create(device, &shape, &f.ws, err));
     st = td_stream_create(device, o->n_threads, &f.stream);
@@ -218,27 +222,65 @@ out:
     return st;
 }
 
+/* One row's logits on the host, and what its segment wants of them. */
+static enum td_status finish_row(struct td_forward *f, struct td_segment *s, const float *logits)
+{
+    struct td_workspace *ws = &f->ws;
+    uint32_t vocab = f->c->vocab;
+    float *row = ws->host_logits.host;
+    enum td_status st = td_stream_copy_out(f->stream, row, logits, vocab * sizeof *row);
+    if (st == TD_OK) st = td_stream_sync(f->stream);
+    if (st != TD_OK) return st;
+    if (s->logits_out != NULL) memcpy(s->logits_out, row, vocab * sizeof *row);
+    /* Rows past n_token_ids name no token and cannot be drawn. */
+    if (s->want_token) td_sample(row, f->c->n_token_ids, s, ws->sample_scratch.host);
+    return TD_OK;
+}
+
+/* The device's draws for the plain ones among n rows. */
+static enum td_status draw_there(struct td_forward *f, const struct td_batch *b, uint32_t first, uint32_t n)
+{
+    enum td_status st;
+    struct td_workspace *ws = &f->ws;
+    for (uint32_t i = 0; i < n; i++) {
+        const struct td_segment *s = &b->segments[ws->tail_segments.host[first + i]];
+        ws->sample_rows.host[i] = (struct td_sample_row){0};
+        if (s->want_token && td_sample_is_plain(s)) td_sample_ask(s, &ws->sample_rows.host[i]);
+    }
+    struct td_sample_args a = {.logits = ws->logits.dev,
+                               .rows = ws->sample_rows.dev,
+                               .out = ws->sampled.dev,
+                               .parts = ws->sample_parts.dev,
+                               .n_rows = n,
+                               .vocab = f->c->vocab,
+                               .n_ids = f->c->n_token_ids};
+    TD_TRY(td_stream_copy_in(f->stream, ws->sample_rows.dev, ws->sample_rows.host, n * sizeof *ws->sample_rows.host));
+    TD_TRY(td_stream_sample(f->stream, &a));
+    TD_TRY(td_stream_copy_out(f->stream, ws->sampled.host, ws->sampled.dev, n * sizeof *ws->sampled.host));
+    TD_TRY(td_stream_sync(f->stream));
+out:
+    return st;
+}
+
 /* Logits of the tail rows, some at a time, and what their segments want of them. */
 static enum td_status finish(struct td_forward *f, struct td_batch *b, const struct rows *tail)
 {
     struct td_workspace *ws = &f->ws;
     uint32_t vocab = f->c->vocab, n_at_once = (uint32_t)(ws->logits.n / vocab);
+    bool can_draw = td_device_can_sample(ws->device);
     for (uint32_t first = 0; first < tail->n; first += n_at_once) {
         uint32_t n = tail->n - first < n_at_once ? tail->n - first : n_at_once;
         const char *t = (const char *)tail->t + (size_t)first * f->c->hidden * td_device_act_bytes(ws->device);
         struct td_lm_head_args a = {
             .x = (const float *)(const void *)t, .w = f->w->lm_head, .logits = ws->logits.dev, .n_rows = n};
         enum td_status st = f->ops->lm_head(f->stream, &a);
-        if (st == TD_OK) st = td_stream_sync(f->stream);
+        if (st == TD_OK) st = can_draw ? draw_there(f, b, first, n) : td_stream_sync(f->stream);
         for (uint32_t i = 0; i < n && st == TD_OK; i++) {
             struct td_segment *s = &b->segments[ws->tail_segments.host[first + i]];
-            float *row = ws->host_logits.host;
-            st = td_stream_copy_out(f->stream, row, ws->logits.dev + (size_t)i * vocab, vocab * sizeof *row);
-            if (st == TD_OK) st = td_stream_sync(f->stream);
-            if (st != TD_OK) break;
-            if (s->logits_out != NULL) memcpy(s->logits_out, row, vocab * sizeof *row);
-            /* Rows past n_token_ids name no token and cannot be drawn. */
-            if (s->want_token) td_sample(row, f->c->n_token_ids, s, ws->sample_scratch.host);
+            bool is_drawn =
+                can_draw && s->want_token && td_sample_is_plain(s) && ws->sampled.host[i].token != UINT32_MAX;
+            if (is_drawn) td_sample_take(s, &ws->sampled.host[i]);
+            if (!is_drawn || s->logits_out != NULL) st = finish_row(f, s, ws->logits.dev + (size_t)i * vocab);
         }
         if (st != TD_OK) return st;
     }

@@ -262,3 +262,27 @@ void td_sample(const float *logits, uint32_t n_vocab, struct td_segment *seg, fl
         top_logprobs(logits, n_vocab, log_sum, seg);
     }
 }
+
+/* --- draws that a backend does ------------------------------------------------------------------------------ */
+
+bool td_sample_is_plain(const struct td_segment *seg)
+{
+    const struct td_sampling *s = seg->sampling;
+    bool is_whole = s->temperature == 0 || (s->top_k == 0 && s->top_p >= 1 && s->min_p == 0);
+    bool is_untouched = seg->mask == NULL && seg->n_banned == 0 && s->n_logit_bias == 0 && s->repetition_penalty == 1 &&
+                        s->presence_penalty == 0 && s->frequency_penalty == 0;
+    return is_whole && is_untouched && (!seg->want_logprobs || seg->n_top_logprobs == 0);
+}
+
+void td_sample_ask(const struct td_segment *seg, struct td_sample_row *out)
+{
+    *out = (struct td_sample_row){.u = td_rng_uniform(seg->sampling->seed, seg->draw_index, 0),
+                                  .temperature = seg->sampling->temperature};
+}
+
+void td_sample_take(struct td_segment *seg, const struct td_sampled *found)
+{
+    seg->token = found->token;
+    if (seg->want_logprobs)
+        seg->chosen = (struct td_logprob){.id = found->token, .logprob = logprob_of(found->logit, found->log_sum)};
+}

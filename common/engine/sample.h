@@ -20,6 +20,7 @@
 
 #include "common/base/status.h"
 #include "common/engine/batch.h"
+#include "kernels/args.h"
 
 /* Reported in place of a log-probability that is lower or -inf: what follows (JSON) knows no infinity. */
 #define TD_LOGPROB_FLOOR (-9999.0f)
@@ -32,6 +33,13 @@
 /* INVALID: a value is NaN, out of range, or a bias id is not a token or not above the one before it. err names the
  * field as in common.proto. */
 enum td_status td_sampling_check(const struct td_sampling *s, uint32_t n_vocab, struct td_err *err);
+
+/* Whether a segment's draw is one that a backend can do: nothing but temperature, and at most the token's own
+ * log-probability. The segment wants a token. */
+bool td_sample_is_plain(const struct td_segment *seg);
+/* The backend's row and, afterwards, what it found, as td_sample would leave it in the segment. */
+void td_sample_ask(const struct td_segment *seg, struct td_sample_row *out);
+void td_sample_take(struct td_segment *seg, const struct td_sampled *found);
 
 /* Size of td_sample's scratch, in floats. It must be heap memory (it is used as floats and as integers); its contents
  * do not matter before or after. */

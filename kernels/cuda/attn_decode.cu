@@ -13,11 +13,11 @@
 
 #define KEYS     64
 #define WARPS    4
-#define STAGES   6
+#define STAGES   5
 #define THREADS  (32 * (WARPS + 1))
-#define MAX_SEQS 1024
+#define MAX_SEQS 512
 #define MIN_SHARE 2u /* blocks of keys a thread block should have: fewer would cost more in adding parts */
-#define ADD_AT_ONCE 12
+#define ADD_AT_ONCE 18
 
 struct decode_args {
     const td_bf16 *q;
@@ -38,6 +38,7 @@ struct decode_smem {
     uint64_t full[STAGES], empty[STAGES];
     uint32_t warp_sums[THREADS / 32], is_last;
     uint32_t blocks_before[MAX_SEQS + 1]; /* of one KV head */
+    td_seq_rows seqs[MAX_SEQS];
 };
 
 /* What a sequence's row sees. */
@@ -95,7 +96,13 @@ static __device__ uint32_t scan(const decode_args &a, decode_smem &sm)
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t before = 0;
     for (uint32_t base = 0; base < a.n_seqs; base += THREADS) {
-        uint32_t i = base + threadIdx.x, n = i < a.n_seqs ? view_of(a, a.seqs[i]).n : 0, up_to = n;
+        uint32_t i = base + threadIdx.x, n = 0;
+        if (i < a.n_seqs) {
+            td_seq_rows q = a.seqs[i];
+            sm.seqs[i] = q;
+            n = view_of(a, q).n;
+        }
+        uint32_t up_to = n;
 #pragma unroll
         for (int j = 1; j < 32; j *= 2) {
             uint32_t other = __shfl_up_sync(~0u, up_to, j);
@@ -120,26 +127,30 @@ static __device__ uint32_t scan(const decode_args &a, decode_smem &sm)
 
 static __device__ void produce(const decode_args &a, const CUtensorMap *map, decode_smem &sm, uint32_t at, uint32_t end)
 {
-    const uint32_t lane = threadIdx.x % 32, n_boxes = KEYS / a.box;
+    const uint32_t lane = threadIdx.x % 32, n_boxes = KEYS / a.box, at_once = 32 / n_boxes;
     uint32_t i = 0;
     while (at < end) {
         stretch s = stretch_at(sm, a.n_seqs, a.n_kv_heads, at, end);
-        td_seq_rows q = a.seqs[s.seq];
+        const td_seq_rows &q = sm.seqs[s.seq];
         view v = view_of(a, q);
-        for (uint32_t b = s.begin; b < s.end; b++, i++) {
-            uint32_t st = i % STAGES, key = (v.first + b) * KEYS + lane * a.box, row = 0;
-            bool is_there = lane < n_boxes && key + a.box > v.lo && key <= v.hi;
+        for (uint32_t b = s.begin; b < s.end; b += at_once) { /* each lane finds the page of one box of these blocks */
+            uint32_t key = (v.first + b) * KEYS + lane * a.box, row = 0;
+            bool is_there = b + lane / n_boxes < s.end && key + a.box > v.lo && key <= v.hi;
             if (is_there) {
                 uint32_t page = a.pages[q.pages + (key / a.page_tokens - q.first_block)];
                 row = ((page * a.n_kv_heads + s.head) * 2) * a.page_tokens + key % a.page_tokens;
             }
-            uint32_t bytes = __popc(__ballot_sync(~0u, is_there)) * a.box * 256;
-            barrier_wait(&sm.empty[st], (i / STAGES & 1) ^ 1);
-            if (lane == 0) barrier_expect(&sm.full[st], bytes);
-            __syncwarp();
-            if (is_there) {
-                copy_box_2d(sm.k[st] + lane * a.box * 128, map, &sm.full[st], 0, (int)row);
-                copy_box_2d(sm.v[st] + lane * a.box * 128, map, &sm.full[st], 0, (int)(row + a.page_tokens));
+            for (uint32_t j = 0; j < at_once && b + j < s.end; j++, i++) {
+                uint32_t st = i % STAGES, box = (lane % n_boxes) * a.box * 128;
+                bool is_mine = is_there && lane / n_boxes == j;
+                uint32_t bytes = __popc(__ballot_sync(~0u, is_mine)) * a.box * 256;
+                barrier_wait(&sm.empty[st], (i / STAGES & 1) ^ 1);
+                if (lane == 0) barrier_expect(&sm.full[st], bytes);
+                __syncwarp();
+                if (is_mine) {
+                    copy_box_2d(sm.k[st] + box, map, &sm.full[st], 0, (int)row);
+                    copy_box_2d(sm.v[st] + box, map, &sm.full[st], 0, (int)(row + a.page_tokens));
+                }
             }
         }
         at += s.end - s.begin;
@@ -159,7 +170,7 @@ struct part {
 };
 static __device__ __forceinline__ void add_part(part &p, float4 o, float max, float sum)
 {
-    float top = fmaxf(p.max, max), at = top == -INFINITY ? 0 : top, x = exp2f(p.max - at), y = exp2f(max - at);
+    float top = fmaxf(p.max, max), at = top == -INFINITY ? 0 : top, x = exp2_fast(p.max - at), y = exp2_fast(max - at);
     p.o.x = p.o.x * x + o.x * y;
     p.o.y = p.o.y * x + o.y * y;
     p.o.z = p.o.z * x + o.z * y;
@@ -168,11 +179,11 @@ static __device__ __forceinline__ void add_part(part &p, float4 o, float max, fl
     p.max = top;
 }
 
-static __device__ __forceinline__ void finish(const decode_args &a, const part &p, uint32_t row, uint32_t kv_head)
+static __device__ __forceinline__ void finish(const decode_args &a, const part &p, uint32_t row, uint32_t kv_head,
+                                              float sink)
 {
     const uint32_t head = threadIdx.x / 16, col = threadIdx.x % 16 * 4;
     if (head >= a.group) return;
-    float sink = a.sinks[kv_head * a.group + head] * 1.44269504f;
     part all = p;
     add_part(all, make_float4(0, 0, 0, 0), sink, sink == -INFINITY ? 0 : 1);
     float inv = 1.0f / all.sum;
@@ -185,19 +196,27 @@ static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t a
 {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const uint32_t key0 = warp * 16;
-    uint32_t i = 0;
-    while (at < end) {
-        stretch s = stretch_at(sm, a.n_seqs, a.n_kv_heads, at, end);
-        td_seq_rows q = a.seqs[s.seq];
-        view v = view_of(a, q);
-        uint32_t qf[4][2];
-        const td_bf16 *qrow = a.q + ((size_t)q.row * a.n_heads + s.head * a.group + g) * 64;
+    uint32_t i = 0, qf[4][2], q_next[4][2];
+    auto load_q = [&](uint32_t(&to)[4][2], const stretch &of) {
+        const td_bf16 *row = a.q + ((size_t)sm.seqs[of.seq].row * a.n_heads + of.head * a.group + g) * 64;
 #pragma unroll
         for (int k = 0; k < 4; k++)
 #pragma unroll
             for (int j = 0; j < 2; j++)
-                qf[k][j] = g < a.group ? *(const uint32_t *)(qrow + k * 16 + j * 8 + t * 2) : 0;
+                to[k][j] = g < a.group ? *(const uint32_t *)(row + k * 16 + j * 8 + t * 2) : 0;
+    };
+    stretch s = stretch_at(sm, a.n_seqs, a.n_kv_heads, at, end), next = s;
+    load_q(qf, s);
+    while (at < end) {
+        const td_seq_rows q = sm.seqs[s.seq];
+        const view v = view_of(a, q);
+        const uint32_t then = at + s.end - s.begin;
+        if (then < end) { /* the next unit's queries arrive while this one is worked on */
+            next = stretch_at(sm, a.n_seqs, a.n_kv_heads, then, end);
+            load_q(q_next, next);
+        }
         float o[8][4] = {}, max = -INFINITY, sum = 0;
+        const float sink = threadIdx.x / 16 < a.group ? a.sinks[s.head * a.group + threadIdx.x / 16] * 1.44269504f : 0;
 
         for (uint32_t b = s.begin; b < s.end; b++, i++) {
             uint32_t st = i % STAGES, base = (v.first + b) * KEYS + key0;
@@ -234,13 +253,13 @@ static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t a
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
             top = fmaxf(max, top * a.scale_log2);
-            float zero_at = top == -INFINITY ? 0 : top, alpha = exp2f(max - zero_at);
+            float zero_at = top == -INFINITY ? 0 : top, alpha = exp2_fast(max - zero_at);
             max = top;
             float p[2][2];
 #pragma unroll
             for (int n = 0; n < 2; n++)
 #pragma unroll
-                for (int j = 0; j < 2; j++) p[n][j] = exp2f(fmaf(z[n][j], a.scale_log2, -zero_at));
+                for (int j = 0; j < 2; j++) p[n][j] = exp2_fast(fmaf(z[n][j], a.scale_log2, -zero_at));
             sum = sum * alpha + ((p[0][0] + p[0][1]) + (p[1][0] + p[1][1]));
             uint32_t p0 = pack_bf16(p[0][0], p[0][1]), p1 = pack_bf16(p[1][0], p[1][1]);
 #pragma unroll
@@ -274,7 +293,7 @@ static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t a
         for (int w = 0; w < WARPS; w++) add_part(all, *(const float4 *)&sm.o[w][head][col], sm.max[w][head], sm.sum[w][head]);
 
         if (s.begin == 0 && s.end == s.n) {
-            finish(a, all, q.row, s.head);
+            finish(a, all, q.row, s.head, sink);
         } else {
             /* A thread block has at most two parts: of the unit it begins inside, and of the one it ends inside. */
             const uint32_t slot = s.begin != 0 ? 0 : 1;
@@ -284,7 +303,6 @@ static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t a
                 to[512 + head] = all.max;
                 to[520 + head] = all.sum;
             }
-            __threadfence();
             named_barrier<1, WARPS * 32>();
             /* Thread block c has blocks c total / n up to (c + 1) total / n. */
             const uint32_t unit_at = at - s.begin;
@@ -292,9 +310,10 @@ static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t a
             const uint32_t c_last = (uint32_t)((((uint64_t)unit_at + s.n) * n - 1) / total);
             if (threadIdx.x == 0) {
                 uint32_t *counter = &a.counters[s.seq * a.n_kv_heads + s.head];
-                sm.is_last = atomicAdd(counter, 1) == c_last - c_first;
+                uint32_t n_here; /* what the barrier gathered is seen by whoever counts later */
+                asm volatile("atom.add.acq_rel.gpu.u32 %0, [%1], 1;" : "=r"(n_here) : "l"(counter) : "memory");
+                sm.is_last = n_here == c_last - c_first;
                 if (sm.is_last) *counter = 0;
-                __threadfence();
             }
             named_barrier<1, WARPS * 32>();
             if (sm.is_last) {
@@ -315,11 +334,16 @@ static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t a
                     for (uint32_t j = 0; j < ADD_AT_ONCE; j++)
                         if (c + j <= c_last) add_part(sum_of, o_of[j], max_of[j], add[j]);
                 }
-                finish(a, sum_of, q.row, s.head);
+                finish(a, sum_of, q.row, s.head, sink);
             }
         }
         named_barrier<1, WARPS * 32>(); /* sm.o is free again */
-        at += s.end - s.begin;
+        at = then;
+        s = next;
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) qf[k][j] = q_next[k][j];
     }
 }
 
@@ -367,7 +391,8 @@ enum td_status td_cuda_attn_decode(struct td_cuda_stream *s, const struct td_att
     p.group = a->n_heads / a->n_kv_heads;
     p.window = a->window;
     p.page_tokens = l->page_tokens;
-    p.box = td_min_u32(l->page_tokens & (~l->page_tokens + 1), KEYS);
+    /* Small boxes keep a window's edges from costing whole blocks. */
+    p.box = td_min_u32(l->page_tokens & (~l->page_tokens + 1), a->window != 0 ? 16 : KEYS);
     p.scale_log2 = a->scale * 1.44269504f;
     CUtensorMap kv_map;
     const void *layer = (const char *)a->kv.pool + td_kv_offset(l, a->kv.layer, 0, 0, false, 0);

@@ -2,6 +2,9 @@
  * the `group` query heads that share a KV head, and walks the keys these can see in blocks of 128. A producer warp copies K
  * and V from the pages through a ring of stages; each of NWG warpgroups has 64 rows of its own:
  *   S = Q K^T (tensor cores, while the last block's O += P V still runs), online softmax in f32, P rounded to bf16.
+ * A thread block takes tile after tile, and the producer is a tile ahead. Tiles are dealt longest first, to and fro, so that
+ * every thread block gets about the same number of keys.
+ *
  * The sink starts each row's sum: max = sink, sum = 1. Keys outside a row's view are masked in the blocks that hold any;
  * values outside the tile's view are zeroed first, because memory nobody wrote may hold NaN and 0 NaN is NaN. */
 #include "kernels/cuda/cuda_int.h"
@@ -22,72 +25,113 @@ struct prefill_args {
     float scale_log2;
 };
 
-struct prefill_smem {
-    alignas(1024) uint8_t q[ROWS * 128];
-    alignas(1024) uint8_t k[STAGES][KEYS * 128];
-    alignas(1024) uint8_t v[STAGES][KEYS * 128];
-    uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-    uint32_t seq, tile, is_idle;
+struct tile_info {
+    td_seq_rows seq;
+    uint32_t first, kv_head, is_end; /* first: row of the sequence at which the tile begins */
 };
 
-/* The block's tile: numbered over all sequences of more than one row, the last tiles, which walk the most keys, first. */
-static __device__ void find_tile(const prefill_args &a, uint32_t positions, prefill_smem &sm)
+struct prefill_smem {
+    alignas(1024) uint8_t q[2][ROWS * 128];
+    alignas(1024) uint8_t k[STAGES][KEYS * 128];
+    alignas(1024) uint8_t v[STAGES][KEYS * 128];
+    uint64_t q_full[2], q_empty[2], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    tile_info tiles[2]; /* with q */
+};
+
+/* Keys that a tile's rows see: of positions from .. last, keys seen .. last. */
+struct span {
+    uint32_t from, last, seen, n_pos;
+};
+static __device__ __forceinline__ span span_of(const prefill_args &a, const tile_info &t)
+{
+    span s;
+    s.n_pos = min(ROWS / a.group, t.seq.n_rows - t.first);
+    s.from = t.seq.start + t.first;
+    s.last = s.from + s.n_pos - 1;
+    s.seen = a.window != 0 && s.from + 1 > a.window ? s.from + 1 - a.window : 0;
+    return s;
+}
+
+static __device__ __forceinline__ uint32_t tiles_of(const prefill_args &a, uint32_t seq)
+{
+    uint32_t n = seq < a.n_seqs ? a.seqs[seq].n_rows : 0, positions = ROWS / a.group;
+    return n > 1 ? (n + positions - 1) / positions : 0; /* single rows are another kernel's */
+}
+
+/* Tile `want` of all, numbered over the sequences; a whole warp. */
+static __device__ tile_info find_tile(const prefill_args &a, uint32_t want)
 {
     const uint32_t lane = threadIdx.x % 32;
-    uint32_t total = 0;
-    for (uint32_t i = lane; i < a.n_seqs; i += 32) {
-        uint32_t n = a.seqs[i].n_rows;
-        total += n > 1 ? (n + positions - 1) / positions : 0;
-    }
-#pragma unroll
-    for (int i = 16; i > 0; i /= 2) total += __shfl_xor_sync(~0u, total, i);
-    if (lane == 0) sm.is_idle = blockIdx.x >= total;
-    if (blockIdx.x >= total) return;
-    uint32_t want = total - 1 - blockIdx.x, seen = 0;
+    uint32_t seen = 0;
+    tile_info t = {};
     for (uint32_t base = 0; base < a.n_seqs; base += 32) {
-        uint32_t i = base + lane, n = i < a.n_seqs ? a.seqs[i].n_rows : 0, tiles = n > 1 ? (n + positions - 1) / positions : 0;
-        uint32_t up_to = tiles;
+        uint32_t n = tiles_of(a, base + lane), up_to = n;
 #pragma unroll
         for (int j = 1; j < 32; j *= 2) {
             uint32_t other = __shfl_up_sync(~0u, up_to, j);
             if (lane >= (uint32_t)j) up_to += other;
         }
-        if (want >= seen + up_to - tiles && want < seen + up_to) {
-            sm.seq = i;
-            sm.tile = want - (seen + up_to - tiles);
+        uint32_t at = __ballot_sync(~0u, want < seen + up_to);
+        if (at != 0) {
+            int holder = __ffs(at) - 1;
+            t.seq = a.seqs[base + holder];
+            t.first = (want - seen - __shfl_sync(~0u, up_to - n, holder)) * (ROWS / a.group);
+            break;
         }
         seen += __shfl_sync(~0u, up_to, 31);
     }
+    return t;
 }
 
-/* Copies K and V of the walk's blocks. Each lane has a box of a block, some rows of one page. */
+/* Copies the queries of every tile of this thread block, and K and V of the blocks each walks. A lane has a box of a block,
+ * some rows of one page. */
 static __device__ void produce(const prefill_args &a, const CUtensorMap *q_map, const CUtensorMap *kv_map,
-                               prefill_smem &sm, const td_seq_rows &q, uint32_t kv_head, uint32_t first_row,
-                               uint32_t seen, uint32_t last)
+                               prefill_smem &sm)
 {
-    const uint32_t lane = threadIdx.x % 32, n_boxes = KEYS / a.box, begin = seen / KEYS, end = last / KEYS + 1;
-    if (lane == 0) {
-        barrier_expect(&sm.q_full, ROWS * 128);
-        copy_box_3d(sm.q, q_map, &sm.q_full, 0, (int)(kv_head * a.group), (int)first_row);
-    }
-    for (uint32_t b = begin; b < end; b++) {
-        const uint32_t i = b - begin, st = i % STAGES, round = i / STAGES, key = b * KEYS + lane * a.box;
-        bool is_there = lane < n_boxes && key + a.box > seen && key <= last;
-        uint32_t row = 0;
-        if (is_there) {
-            uint32_t page = a.pages[q.pages + (key / a.page_tokens - q.first_block)];
-            row = ((page * a.n_kv_heads + kv_head) * 2) * a.page_tokens + key % a.page_tokens;
+    const uint32_t lane = threadIdx.x % 32, n_boxes = KEYS / a.box;
+    uint32_t n_tiles = 0, i = 0;
+    for (uint32_t seq = lane; seq < (a.n_seqs + 31) / 32 * 32; seq += 32) n_tiles += tiles_of(a, seq);
+    n_tiles = __reduce_add_sync(~0u, n_tiles);
+    const uint32_t n_work = n_tiles * a.n_kv_heads;
+    for (uint32_t turn = 0;; turn++) {
+        const uint32_t slot = turn % 2;
+        const uint32_t work = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        barrier_wait(&sm.q_empty[slot], (turn / 2 & 1) ^ 1);
+        if (work >= n_work) { /* the last round may leave some without */
+            if (lane == 0) {
+                sm.tiles[slot].is_end = 1;
+                barrier_arrive(&sm.q_full[slot]);
+            }
+            return;
         }
-        uint32_t bytes = __popc(__ballot_sync(~0u, is_there)) * a.box * 128;
-        barrier_wait(&sm.k_empty[st], (round & 1) ^ 1);
-        if (lane == 0) barrier_expect(&sm.k_full[st], bytes);
-        __syncwarp();
-        if (is_there) copy_box_2d(sm.k[st] + lane * a.box * 128, kv_map, &sm.k_full[st], 0, (int)row);
-        barrier_wait(&sm.v_empty[st], (round & 1) ^ 1);
-        if (lane == 0) barrier_expect(&sm.v_full[st], bytes);
-        __syncwarp();
-        if (is_there)
-            copy_box_2d(sm.v[st] + lane * a.box * 128, kv_map, &sm.v_full[st], 0, (int)(row + a.page_tokens));
+        tile_info t = find_tile(a, n_tiles - 1 - work / a.n_kv_heads);
+        t.kv_head = work % a.n_kv_heads;
+        const td_seq_rows q = t.seq;
+        const span s = span_of(a, t);
+        if (lane == 0) {
+            sm.tiles[slot] = t;
+            barrier_expect(&sm.q_full[slot], ROWS * 128);
+            copy_box_3d(sm.q[slot], q_map, &sm.q_full[slot], 0, (int)(t.kv_head * a.group), (int)(q.row + t.first));
+        }
+        for (uint32_t b = s.seen / KEYS; b <= s.last / KEYS; b++, i++) {
+            const uint32_t st = i % STAGES, round = i / STAGES, key = b * KEYS + lane * a.box;
+            bool is_there = lane < n_boxes && key + a.box > s.seen && key <= s.last;
+            uint32_t row = 0;
+            if (is_there) {
+                uint32_t page = a.pages[q.pages + (key / a.page_tokens - q.first_block)];
+                row = ((page * a.n_kv_heads + t.kv_head) * 2) * a.page_tokens + key % a.page_tokens;
+            }
+            uint32_t bytes = __popc(__ballot_sync(~0u, is_there)) * a.box * 128;
+            barrier_wait(&sm.k_empty[st], (round & 1) ^ 1);
+            if (lane == 0) barrier_expect(&sm.k_full[st], bytes);
+            __syncwarp();
+            if (is_there) copy_box_2d(sm.k[st] + lane * a.box * 128, kv_map, &sm.k_full[st], 0, (int)row);
+            barrier_wait(&sm.v_empty[st], (round & 1) ^ 1);
+            if (lane == 0) barrier_expect(&sm.v_full[st], bytes);
+            __syncwarp();
+            if (is_there)
+                copy_box_2d(sm.v[st] + lane * a.box * 128, kv_map, &sm.v_full[st], 0, (int)(row + a.page_tokens));
+        }
     }
 }
 
@@ -125,14 +169,14 @@ static __device__ __forceinline__ void softmax(float (&s)[64], row_state (&r)[2]
         m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
         m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
         float top = fmaxf(r[h].max, m * scale), at = top == -INFINITY ? 0 : top;
-        alpha[h] = exp2f(r[h].max - at);
+        alpha[h] = exp2_fast(r[h].max - at);
         r[h].max = top;
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < 16; i++)
 #pragma unroll
             for (int j = 0; j < 2; j++) {
-                float p = exp2f(fmaf(s[4 * i + 2 * h + j], scale, -at));
+                float p = exp2_fast(fmaf(s[4 * i + 2 * h + j], scale, -at));
                 s[4 * i + 2 * h + j] = p;
                 sum += p;
             }
@@ -178,45 +222,46 @@ static __device__ __forceinline__ void clean(uint8_t *v, uint32_t base, uint32_t
     named_barrier<1, NWG * 128>();
 }
 
-static __device__ void consume(const prefill_args &a, prefill_smem &sm, const td_seq_rows &q, uint32_t kv_head,
-                               uint32_t first, uint32_t n_pos, uint32_t seen, uint32_t last)
+/* A tile. i: blocks of keys that came before, of all tiles. */
+static __device__ __forceinline__ void consume(const prefill_args &a, prefill_smem &sm, const uint8_t *q_tile,
+                                               const tile_info &t, uint32_t &i)
 {
     const uint32_t wg = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
     const uint32_t row = wg * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
-    const uint32_t begin = seen / KEYS, end = last / KEYS + 1;
+    const span sp = span_of(a, t);
+    const uint32_t seen = sp.seen, last = sp.last, end = last / KEYS + 1;
+    uint32_t b = seen / KEYS;
     row_state r[2];
     int lo[2], hi[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        uint32_t pos = q.start + first + (row + 8 * h) / a.group;
-        float sink = a.sinks[kv_head * a.group + (row + 8 * h) % a.group] * 1.44269504f;
+        uint32_t pos = sp.from + (row + 8 * h) / a.group;
+        float sink = a.sinks[t.kv_head * a.group + (row + 8 * h) % a.group] * 1.44269504f;
         r[h].max = sink;
         r[h].sum = lane % 4 == 0 && sink != -INFINITY ? 1.0f : 0.0f; /* the four lanes of a row are added at the end */
         hi[h] = (int)pos;
         lo[h] = a.window != 0 && pos + 1 > a.window ? (int)(pos + 1 - a.window) : 0;
     }
     /* Of the warpgroup's rows, for the choice of blocks to mask. */
-    const uint32_t low = q.start + first + wg * 64 / a.group, high = q.start + first + (wg * 64 + 63) / a.group;
+    const uint32_t low = sp.from + wg * 64 / a.group, high = sp.from + (wg * 64 + 63) / a.group;
     const uint32_t high_lo = a.window != 0 && high + 1 > a.window ? high + 1 - a.window : 0;
 
     float s[64], o[32], alpha[2];
     uint32_t p[32];
 #pragma unroll
-    for (int i = 0; i < 32; i++) o[i] = 0;
-    const uint64_t qd = tile_desc(sm.q + wg * 64 * 128);
-    barrier_wait(&sm.q_full, 0);
-    barrier_wait(&sm.k_full[0], 0);
-    scores(s, qd, sm.k[0]);
+    for (int j = 0; j < 32; j++) o[j] = 0;
+    const uint64_t qd = tile_desc(q_tile + wg * 64 * 128);
+    barrier_wait(&sm.k_full[i % STAGES], i / STAGES & 1);
+    scores(s, qd, sm.k[i % STAGES]);
     wgmma_wait<0>();
-    if (threadIdx.x % 128 == 0) barrier_arrive(&sm.k_empty[0]);
-    if (begin * KEYS + KEYS - 1 > low || begin * KEYS < high_lo) mask(s, begin * KEYS, lo, hi);
+    if (threadIdx.x % 128 == 0) barrier_arrive(&sm.k_empty[i % STAGES]);
+    if (b * KEYS + KEYS - 1 > low || b * KEYS < high_lo) mask(s, b * KEYS, lo, hi);
     softmax(s, r, alpha, a.scale_log2);
     pack(p, s);
 
     /* The next block's scores and this one's mix run together; softmax works on the former meanwhile. No branch comes
      * between the two: the compiler would put a wait there. */
-    uint32_t i = 0;
-    for (uint32_t b = begin; b + 1 < end; b++, i++) {
+    for (; b + 1 < end; b++, i++) {
         const uint32_t st = i % STAGES, next = (i + 1) % STAGES, base = b * KEYS;
         barrier_wait(&sm.v_full[st], i / STAGES & 1);
         clean(sm.v[st], base, seen, last);
@@ -235,9 +280,11 @@ static __device__ void consume(const prefill_args &a, prefill_smem &sm, const td
     }
     const uint32_t st = i % STAGES;
     barrier_wait(&sm.v_full[st], i / STAGES & 1);
-    clean(sm.v[st], (end - 1) * KEYS, seen, last);
+    clean(sm.v[st], b * KEYS, seen, last);
     mix(o, p, sm.v[st]);
     wgmma_wait<0>();
+    if (threadIdx.x % 128 == 0) barrier_arrive(&sm.v_empty[st]);
+    i++;
 
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -246,11 +293,11 @@ static __device__ void consume(const prefill_args &a, prefill_smem &sm, const td
         sum += __shfl_xor_sync(~0u, sum, 2);
         float inv = 1.0f / sum;
         uint32_t pos = (row + 8 * h) / a.group;
-        if (pos >= n_pos) continue;
-        td_bf16 *to = a.out + ((size_t)(q.row + first + pos) * a.n_heads + kv_head * a.group + (row + 8 * h) % a.group) * 64;
+        if (pos >= sp.n_pos) continue;
+        td_bf16 *to = a.out + ((size_t)(t.seq.row + t.first + pos) * a.n_heads + t.kv_head * a.group + (row + 8 * h) % a.group) * 64;
 #pragma unroll
-        for (int i = 0; i < 8; i++)
-            *(uint32_t *)(to + 8 * i + lane % 4 * 2) = pack_bf16(o[4 * i + 2 * h] * inv, o[4 * i + 2 * h + 1] * inv);
+        for (int j = 0; j < 8; j++)
+            *(uint32_t *)(to + 8 * j + lane % 4 * 2) = pack_bf16(o[4 * j + 2 * h] * inv, o[4 * j + 2 * h + 1] * inv);
     }
 }
 
@@ -260,13 +307,14 @@ static __global__ void __launch_bounds__(THREADS, 1)
 {
     extern __shared__ uint8_t raw[];
     auto &sm = *reinterpret_cast<prefill_smem *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~(uintptr_t)1023);
-    const uint32_t positions = ROWS / a.group, kv_head = blockIdx.y;
     let_next();
-    if (threadIdx.x < 32) find_tile(a, positions, sm);
-    if (threadIdx.x == 32) {
+    if (threadIdx.x == 0) {
         map_prefetch(&q_map);
         map_prefetch(&kv_map);
-        barrier_init(&sm.q_full, 1);
+        for (int i = 0; i < 2; i++) {
+            barrier_init(&sm.q_full[i], 1);
+            barrier_init(&sm.q_empty[i], NWG * 4);
+        }
         for (int i = 0; i < STAGES; i++) {
             barrier_init(&sm.k_full[i], 1);
             barrier_init(&sm.v_full[i], 1);
@@ -276,18 +324,22 @@ static __global__ void __launch_bounds__(THREADS, 1)
         barrier_init_fence();
     }
     __syncthreads();
-    if (sm.is_idle) return;
     before();
-    const td_seq_rows q = a.seqs[sm.seq];
-    const uint32_t first = sm.tile * positions, n_pos = min(positions, q.n_rows - first);
-    const uint32_t from = q.start + first, last = from + n_pos - 1;
-    const uint32_t seen = a.window != 0 && from + 1 > a.window ? from + 1 - a.window : 0;
     if (threadIdx.x < 128) {
         regs_less<32>();
-        if (threadIdx.x < 32) produce(a, &q_map, &kv_map, sm, q, kv_head, q.row + first, seen, last);
+        if (threadIdx.x < 32) produce(a, &q_map, &kv_map, sm);
     } else {
         regs_more<160>();
-        consume(a, sm, q, kv_head, first, n_pos, seen, last);
+        uint32_t i = 0;
+        for (uint32_t turn = 0;; turn++) {
+            const uint32_t slot = turn % 2;
+            barrier_wait(&sm.q_full[slot], turn / 2 & 1);
+            const tile_info &t = sm.tiles[slot];
+            if (t.is_end) break;
+            consume(a, sm, sm.q[slot], t, i);
+            __syncwarp(); /* each warp for itself: its lanes read `t` to the end */
+            if (threadIdx.x % 32 == 0) barrier_arrive(&sm.q_empty[slot]);
+        }
     }
 }
 
@@ -319,6 +371,6 @@ enum td_status td_cuda_attn_prefill(struct td_cuda_stream *s, const struct td_at
     /* At most so many tiles: each sequence's last one may be partly empty. */
     uint32_t n_multi = a->n_seqs - a->n_single, positions = ROWS / p.group;
     uint32_t n_tiles = (a->n_rows - a->n_single) / positions + n_multi;
-    return td_cuda_status(
-        launch(attn_prefill, dim3(n_tiles, a->n_kv_heads), THREADS, bytes, s->s, q_map, kv_map, p), "attn_prefill");
+    uint32_t grid = td_min_u32(n_tiles * a->n_kv_heads, (uint32_t)s->n_sms);
+    return td_cuda_status(launch(attn_prefill, grid, THREADS, bytes, s->s, q_map, kv_map, p), "attn_prefill");
 }

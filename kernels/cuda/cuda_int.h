@@ -58,6 +58,8 @@ enum td_status td_cuda_map_heads(CUtensorMap *out, const void *base, uint32_t to
 enum td_status td_cuda_attn_prefill(struct td_cuda_stream *s, const struct td_attention_args *a);
 enum td_status td_cuda_attn_decode(struct td_cuda_stream *s, const struct td_attention_args *a);
 
+enum td_status td_cuda_sample(struct td_stream *s, const struct td_sample_args *a);
+
 /* Scratch of moe. */
 size_t td_cuda_moe_scratch_bytes(const struct td_scratch_shape *s);
 

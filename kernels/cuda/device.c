@@ -226,6 +226,7 @@ static const struct td_backend backend = {
     .graph_launch = cuda_graph_launch,
     .graph_destroy = cuda_graph_destroy,
     .last_error = cuda_last_error,
+    .sample = td_cuda_sample,
     .ops =
         {
 #define X(op, meaning) .op = td_cuda_##op,

@@ -17,6 +17,14 @@ static __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi)
     return *reinterpret_cast<uint32_t *>(&v);
 }
 
+/* 2^x; 0 for very small results. */
+static __device__ __forceinline__ float exp2_fast(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 /* ---- warp-wide products: D[16x8] += A[16x16] B[16x8]. Lane 4g + t holds A rows g, g + 8 at k = 2t, 2t + 1 (+8), B
  * column g at the same k, D rows g, g + 8 at columns 2t, 2t + 1 ---- */
 

@@ -10,8 +10,7 @@
 #include "kernels/cuda/epilogue.cuh"
 #include "kernels/cuda/mma.cuh"
 
-#define SKINNY_WARPS    8
-#define SKINNY_UNROLL   4
+#define SKINNY_UNROLL   2 /* steps of 32 a lane loads at once, of two sets: one arrives while the other is multiplied */
 #define SKINNY_MAX_ROWS 8u /* beyond, reading X costs as much as reading W */
 
 struct skinny_shape {
@@ -40,11 +39,12 @@ template <int PAIRS> static __device__ __forceinline__ uint32_t col_of(uint32_t 
     return PAIRS == PAIRS_NEXT ? 2 * pair + second : pair / 32 * 64 + pair % 32 + 32 * second;
 }
 
-/* MT tiles of 16 columns of Y and NT tiles of 8 rows. */
-template <int MT, int NT, class Epilogue>
-static __global__ void __launch_bounds__(SKINNY_WARPS * 32) skinny(const skinny_shape g, const Epilogue store)
+/* A tile of 16 columns of Y, 8 rows at a time. */
+template <int WARPS, class Epilogue>
+static __global__ void __launch_bounds__(WARPS * 32, 24 / WARPS) skinny(const skinny_shape g, const Epilogue store)
 {
-    __shared__ float sums[SKINNY_WARPS][MT * 16][NT * 8 + 1];
+    constexpr uint32_t STEP = WARPS * 32 * SKINNY_UNROLL;
+    __shared__ float sums[WARPS][16][8 + 1];
     uint32_t expert = 0, row0 = 0, row_end = g.n_rows;
     let_next();
     if (g.begin != nullptr) {
@@ -55,74 +55,71 @@ static __global__ void __launch_bounds__(SKINNY_WARPS * 32) skinny(const skinny_
         row_end = g.begin[expert + 1];
     }
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, gr = lane / 4, t = lane % 4;
-    const uint32_t pair0 = blockIdx.x * MT * 8;
-    const td_bf16 *w[MT][2];
+    const uint32_t pair0 = blockIdx.x * 8, first = warp * 32; /* steps are the warp's, t's 16 bytes lie in them */
+    const td_bf16 *w[2];
 #pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            uint32_t c = min(col_of<Epilogue::pairs>(pair0 + m * 8 + gr, i), g.n_cols - 1);
-            w[m][i] = g.w + ((size_t)expert * g.w_rows + g.w_begin + c) * g.k;
-        }
+    for (int i = 0; i < 2; i++) {
+        uint32_t c = min(col_of<Epilogue::pairs>(pair0 + gr, i), g.n_cols - 1);
+        w[i] = g.w + ((size_t)expert * g.w_rows + g.w_begin + c) * g.k;
+    }
 
-    uint4 a[SKINNY_UNROLL][MT][2];
-    auto load_w = [&](uint32_t k0) {
+    uint4 even[SKINNY_UNROLL][2], odd[SKINNY_UNROLL][2], x_even[SKINNY_UNROLL], x_odd[SKINNY_UNROLL];
+    auto load = [&](uint4(&a)[SKINNY_UNROLL][2], uint32_t k0) {
 #pragma unroll
-        for (int u = 0; u < SKINNY_UNROLL; u++) {
-            uint32_t k = k0 + u * SKINNY_WARPS * 32 + t * 8;
+        for (int u = 0; u < SKINNY_UNROLL; u++)
 #pragma unroll
-            for (int m = 0; m < MT; m++)
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-                    a[u][m][i] = k < g.k ? load_stream(w[m][i] + k) : make_uint4(0, 0, 0, 0);
-        }
+            for (int i = 0; i < 2; i++) {
+                uint32_t k = k0 + u * WARPS * 32 + t * 8;
+                a[u][i] = k < g.k ? load_stream(w[i] + k) : make_uint4(0, 0, 0, 0);
+            }
     };
-    load_w(warp * 32); /* W is nobody's output */
+    load(even, first); /* W is nobody's output */
+    load(odd, first + STEP);
     before();
 
-    for (bool is_first = true; row0 < row_end; row0 += NT * 8, is_first = false) {
-        const td_bf16 *x[NT];
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            uint32_t r = min(row0 + n * 8 + gr, row_end - 1);
-            if (g.from != nullptr) r = g.from[r] / g.from_div;
-            x[n] = g.x + (size_t)r * g.k;
-        }
-        float d[MT][NT][4] = {};
-        for (uint32_t k0 = warp * 32; k0 < g.k; k0 += SKINNY_WARPS * 32 * SKINNY_UNROLL) {
-            uint4 b[SKINNY_UNROLL][NT];
-            if (!is_first || k0 != warp * 32) load_w(k0);
+    for (bool is_first = true; row0 < row_end; row0 += 8, is_first = false) {
+        uint32_t r = min(row0 + gr, row_end - 1);
+        if (g.from != nullptr) r = g.from[r] / g.from_div;
+        const td_bf16 *x = g.x + (size_t)r * g.k;
+        float d[4] = {};
+        auto load_x = [&](uint4(&b)[SKINNY_UNROLL], uint32_t k0) {
 #pragma unroll
             for (int u = 0; u < SKINNY_UNROLL; u++) {
-                uint32_t k = k0 + u * SKINNY_WARPS * 32 + t * 8;
-#pragma unroll
-                for (int n = 0; n < NT; n++)
-                    b[u][n] = k < g.k ? *(const uint4 *)(x[n] + k) : make_uint4(0, 0, 0, 0);
+                uint32_t k = k0 + u * WARPS * 32 + t * 8;
+                b[u] = k < g.k ? *(const uint4 *)(x + k) : make_uint4(0, 0, 0, 0);
             }
+        };
+        auto multiply = [&](const uint4(&a)[SKINNY_UNROLL][2], const uint4(&b)[SKINNY_UNROLL]) {
 #pragma unroll
-            for (int u = 0; u < SKINNY_UNROLL; u++)
-#pragma unroll
-                for (int m = 0; m < MT; m++)
-#pragma unroll
-                    for (int n = 0; n < NT; n++) {
-                        mma_bf16(d[m][n], a[u][m][0].x, a[u][m][1].x, a[u][m][0].y, a[u][m][1].y, b[u][n].x, b[u][n].y);
-                        mma_bf16(d[m][n], a[u][m][0].z, a[u][m][1].z, a[u][m][0].w, a[u][m][1].w, b[u][n].z, b[u][n].w);
-                    }
+            for (int u = 0; u < SKINNY_UNROLL; u++) {
+                mma_bf16(d, a[u][0].x, a[u][1].x, a[u][0].y, a[u][1].y, b[u].x, b[u].y);
+                mma_bf16(d, a[u][0].z, a[u][1].z, a[u][0].w, a[u][1].w, b[u].z, b[u].w);
+            }
+        };
+        if (!is_first) {
+            load(even, first);
+            load(odd, first + STEP);
+        }
+        load_x(x_even, first);
+        load_x(x_odd, first + STEP);
+        for (uint32_t k0 = first; k0 < g.k; k0 += 2 * STEP) {
+            multiply(even, x_even);
+            load(even, k0 + 2 * STEP);
+            load_x(x_even, k0 + 2 * STEP);
+            multiply(odd, x_odd);
+            load(odd, k0 + 3 * STEP);
+            load_x(x_odd, k0 + 3 * STEP);
         }
 #pragma unroll
-        for (int m = 0; m < MT; m++)
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) sums[warp][m * 16 + gr + i / 2 * 8][n * 8 + t * 2 + i % 2] = d[m][n][i];
+        for (int i = 0; i < 4; i++) sums[warp][gr + i / 2 * 8][t * 2 + i % 2] = d[i];
         __syncthreads();
-        for (uint32_t i = threadIdx.x; i < MT * 8 * NT * 8; i += SKINNY_WARPS * 32) {
-            uint32_t pair = i % (MT * 8), n = i / (MT * 8), at = pair / 8 * 16 + pair % 8;
+        if (threadIdx.x < 64) {
+            uint32_t pair = threadIdx.x % 8, n = threadIdx.x / 8;
             float lo = 0, hi = 0;
 #pragma unroll
-            for (int j = 0; j < SKINNY_WARPS; j++) {
-                lo += sums[j][at][n];
-                hi += sums[j][at + 8][n];
+            for (int j = 0; j < WARPS; j++) {
+                lo += sums[j][pair][n];
+                hi += sums[j][pair + 8][n];
             }
             if (row0 + n < row_end) store(row0 + n, col_of<Epilogue::pairs>(pair0 + pair, 0), lo, hi, expert);
         }
@@ -130,20 +127,16 @@ static __global__ void __launch_bounds__(SKINNY_WARPS * 32) skinny(const skinny_
     }
 }
 
-template <int MT, int NT, class Epilogue>
-static enum td_status skinny_start(const struct td_cuda_stream *s, const skinny_shape &g, uint32_t n_groups,
-                                   const Epilogue &store, const char *what)
-{
-    dim3 grid(td_ceil_div(g.n_cols, MT * 16), n_groups);
-    return td_cuda_status(launch(skinny<MT, NT, Epilogue>, grid, SKINNY_WARPS * 32, 0, s->s, g, store), what);
-}
-
 template <class Epilogue>
 static enum td_status skinny_run(const struct td_cuda_stream *s, const skinny_shape &g, uint32_t n_groups,
                                  const Epilogue &store, const char *what)
 {
     if (g.k % 8 != 0 || g.n_cols % 2 != 0) return TD_E_UNSUPPORTED;
-    return skinny_start<1, 1>(s, g, n_groups, store, what);
+    dim3 grid(td_ceil_div(g.n_cols, 16), n_groups);
+    /* Few tiles: more warps each, so that enough is in flight on every multiprocessor. */
+    if (grid.x * grid.y <= (uint32_t)s->n_sms)
+        return td_cuda_status(launch(skinny<16, Epilogue>, grid, 16 * 32, 0, s->s, g, store), what);
+    return td_cuda_status(launch(skinny<8, Epilogue>, grid, 8 * 32, 0, s->s, g, store), what);
 }
 
 #endif

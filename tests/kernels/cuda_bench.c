@@ -400,6 +400,36 @@ static void bench_moe(struct pair *p)
     td_device_free(p->gpu, (void *)(uintptr_t)m.a.router.data);
 }
 
+/* ---- draws ---- */
+
+static enum td_status run_sample(struct pair *p, void *args, uint32_t turn)
+{
+    (void)turn;
+    return td_stream_sample(p->gpu_stream, args);
+}
+
+static void bench_sample(struct pair *p)
+{
+    enum { V = 201088, N = 128 };
+    struct td_sample_row rows[N];
+    for (uint32_t i = 0; i < N; i++)
+        rows[i] = (struct td_sample_row){.u = (double)i / N, .temperature = i % 2 ? 1.0f : 0.0f};
+    void *x = gpu_values(p, (size_t)N * V * 2), *in, *out, *parts;
+    must(p, td_device_alloc(p->gpu, sizeof rows, &in), "memory");
+    must(p, td_device_alloc(p->gpu, N * sizeof(struct td_sampled), &out), "memory");
+    must(p, td_device_alloc(p->gpu, (size_t)N * TD_SAMPLE_PARTS * 16, &parts), "memory");
+    td_device_upload(p->gpu, in, rows, sizeof rows);
+    struct td_sample_args a = {.logits = x, .rows = in, .out = out, .parts = parts, .vocab = V, .n_ids = 200019};
+    static const uint32_t batches[] = {1, 32, 128};
+    for (int i = 0; i < 3; i++) {
+        char what[96];
+        a.n_rows = batches[i];
+        snprintf(what, sizeof what, "draws, greedy or by temperature, %u rows", batches[i]);
+        row_bytes(what, time_of(p, (struct call){run_sample, &a}, 1, 20), (double)batches[i] * V * 4);
+    }
+    td_device_free(p->gpu, x), td_device_free(p->gpu, in), td_device_free(p->gpu, out), td_device_free(p->gpu, parts);
+}
+
 int main(int argc, char **argv)
 {
     struct pair p;
@@ -409,6 +439,7 @@ int main(int argc, char **argv)
     if (WANTED("attention")) bench_attention(&p);
     if (WANTED("dense")) bench_dense(&p);
     if (WANTED("rows")) bench_rows(&p);
+    if (WANTED("sample")) bench_sample(&p);
     if (WANTED("moe")) bench_moe(&p);
     pair_close(&p);
     return 0;

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "common/base/log.h"
+#include "common/engine/sample.h"
 #include "tests/kernels/golden.h"
 #include "tests/kernels/pair.h"
 
@@ -414,6 +415,89 @@ static void check_attention(struct pair *p)
     check_attention_of(p, shapes[0], 128, many, COUNT(many), "of 200 ragged rows");
 }
 
+/* ---- draws ---- */
+
+/* The GPU's draws against the definition. Sums are rounded differently, so a draw may also be a neighbour that is
+ * within 1e-6 of the mark. */
+static void check_sample(struct pair *p, uint32_t vocab, uint32_t n_ids, uint32_t n_rows)
+{
+    float *x = malloc((size_t)n_rows * vocab * sizeof *x),
+          *scratch = malloc(td_sample_scratch_floats(n_ids) * sizeof *scratch);
+    struct td_sample_row *rows = calloc(n_rows, sizeof *rows);
+    struct td_segment *segs = calloc(n_rows, sizeof *segs);
+    struct td_sampling *settings = calloc(n_rows, sizeof *settings);
+    static const float temperatures[] = {0, 1, 0.7f, 0.01f, 3};
+    for (uint32_t r = 0; r < n_rows; r++) {
+        float *row = x + (size_t)r * vocab, spread = r % 3 == 0 ? 0.5f : 4;
+        for (uint32_t i = 0; i < vocab; i++) row[i] = pair_random(p) * spread;
+        if (r % 7 == 1) row[n_ids / 3] = row[n_ids / 2] = 40; /* equal and far ahead */
+        if (r % 7 == 2)
+            for (uint32_t i = 0; i < n_ids; i++) row[i] = i % 1000 == 999 ? 1.0f : i % 2 ? -INFINITY : NAN;
+        if (r % 7 == 3) row[n_ids - 1] = INFINITY;
+        if (r % 7 == 4)
+            for (uint32_t i = 0; i < n_ids; i++) row[i] = 2; /* all alike */
+        if (r % 7 == 5) row[n_ids] = 100;                    /* names no token */
+        settings[r] = (struct td_sampling){
+            .temperature = temperatures[r % COUNT(temperatures)], .top_p = 1, .seed = 77 + r, .repetition_penalty = 1};
+        segs[r] = (struct td_segment){
+            .want_token = true, .want_logprobs = true, .sampling = &settings[r], .draw_index = r * 3};
+        td_sample_ask(&segs[r], &rows[r]);
+    }
+    struct both logits = pair_raw(p, x, (size_t)n_rows * vocab * sizeof *x),
+                in = pair_raw(p, rows, n_rows * sizeof *rows),
+                out = pair_out(p, RAW, n_rows * sizeof(struct td_sampled)),
+                parts = pair_out(p, RAW, (size_t)n_rows * TD_SAMPLE_PARTS * 16);
+    struct td_sample_args a = {.logits = (float *)(void *)logits.gpu,
+                               .rows = (void *)in.gpu,
+                               .out = (void *)out.gpu,
+                               .parts = parts.gpu,
+                               .n_rows = n_rows,
+                               .vocab = vocab,
+                               .n_ids = n_ids};
+    pair_status(p, TD_OK, td_stream_sample(p->gpu_stream, &a), "sample");
+    struct td_sampled *found = malloc(n_rows * sizeof *found);
+    if (td_stream_sync(p->gpu_stream) != TD_OK ||
+        td_device_download(p->gpu, found, out.gpu, n_rows * sizeof *found) != TD_OK)
+        exit(1);
+    for (uint32_t r = 0; r < n_rows; r++) {
+        const float *row = x + (size_t)r * vocab;
+        struct td_segment want = segs[r];
+        td_sample(row, n_ids, &want, scratch);
+        td_sample_take(&segs[r], &found[r]);
+        p->n_checks++;
+        bool is_near = segs[r].token == want.token;
+        if (found[r].token == UINT32_MAX) { /* left to the host: right only if nothing can be drawn */
+            if (want.chosen.logprob > TD_LOGPROB_FLOOR) {
+                printf("  sample: row %u of %u: no token, but %u can be drawn\n", r, n_rows, want.token);
+                p->n_failed++;
+            }
+            continue;
+        }
+        if (!is_near && settings[r].temperature != 0 && segs[r].token < n_ids) {
+            double max = -INFINITY, sum = 0, before = 0, total = 0;
+            for (uint32_t i = 0; i < n_ids; i++) max = fmax(max, row[i]);
+            for (uint32_t i = 0; i < n_ids; i++) {
+                if (!(row[i] > -INFINITY)) continue;
+                sum += exp(((double)row[i] - max) / (double)settings[r].temperature);
+                if (i < segs[r].token) before = sum;
+                total = sum;
+            }
+            double mark = rows[r].u * total,
+                   w = exp(((double)row[segs[r].token] - max) / (double)settings[r].temperature);
+            is_near = mark > before - 1e-6 * total && mark < before + w + 1e-6 * total;
+        }
+        double off = fabs((double)segs[r].chosen.logprob - want.chosen.logprob);
+        bool is_same = segs[r].token != want.token || off <= 1e-4 * (1 + fabs((double)want.chosen.logprob));
+        if (!is_near || !is_same) {
+            printf("  sample: row %u of %u: token %u (%.6f), not %u (%.6f)\n", r, n_rows, segs[r].token,
+                   (double)segs[r].chosen.logprob, want.token, (double)want.chosen.logprob);
+            p->n_failed++;
+        }
+    }
+    free(x), free(scratch), free(rows), free(segs), free(settings), free(found);
+    pair_free_all(p);
+}
+
 int main(int argc, char **argv)
 {
     struct pair p;
@@ -471,13 +555,20 @@ int main(int argc, char **argv)
         check_attention(&p);
         pair_report(&p, "attention");
     }
+    if (WANTED("sample")) {
+        check_sample(&p, 2048, 2016, 70);
+        check_sample(&p, 201088, 200019, 35);
+        check_sample(&p, 300, 255, 35);
+        pair_report(&p, "draws");
+    }
     if (WANTED("golden")) {
         check_goldens(&p);
         pair_report(&p, "small checkpoint");
     }
     if (strcmp(only, "few") == 0) { /* a little of everything, for a sanitizer */
         static const uint32_t rows[] = {1, 8, 9, 129};
-        static const struct seq single[] = {{0, 1}, {127, 1}, {300, 1}, {1000, 1}}, mixed[] = {{0, 130}, {190, 1}, {100, 40}};
+        static const struct seq single[] = {{0, 1}, {127, 1}, {300, 1}, {1000, 1}},
+                                mixed[] = {{0, 130}, {190, 1}, {100, 40}};
         check_rows(&p, 3, 288);
         check_embed_and_rope(&p);
         check_linear(&p, 288, 1024, rows, COUNT(rows));
@@ -489,6 +580,7 @@ int main(int argc, char **argv)
             check_attention_of(&p, (struct kv_shape){64, 8, 64}, window, single, COUNT(single), "of single rows");
             check_attention_of(&p, (struct kv_shape){16, 8, 16}, window, mixed, COUNT(mixed), "of both");
         }
+        check_sample(&p, 2048, 2016, 10);
         pair_report(&p, "a few of all");
     }
     printf("%u checks, %u failed\n", p.n_checks, p.n_failed);

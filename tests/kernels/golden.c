@@ -35,7 +35,8 @@ static int open_tiny(struct pair *p, struct tiny *t)
     struct td_model_options o = {.tp = 1, .device = p->gpu};
     if (td_model_load(DIR, &o, &t->model, &err) != TD_OK) return fail(p, "model", err.text);
     t->c = td_model_config_of(t->model);
-    struct td_engine_options e = {.max_batch_tokens = MAX_TOKENS, .max_batch_segments = 4, .max_context_tokens = MAX_TOKENS};
+    struct td_engine_options e = {
+        .max_batch_tokens = MAX_TOKENS, .max_batch_segments = 4, .max_context_tokens = MAX_TOKENS};
     for (int g = 0; g < TD_KV_N_GROUPS; g++) {
         e.kv[g] = (struct td_kv_group_layout){.n_layers = t->c->n_group_layers[g],
                                               .n_pages = MAX_TOKENS / PAGE_TOKENS,

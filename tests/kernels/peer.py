@@ -2,6 +2,8 @@
 """The same shapes through PyTorch: its attention back ends (no sinks there) and cuBLAS. Times with CUDA graphs, cold L2."""
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -28,6 +30,26 @@ def graph_time(call, n_turns, n):
     return sorted(times)[len(times) // 2]
 
 
+@triton.jit
+def read(x, y, n, BLOCK: tl.constexpr):
+    """Reads all of x, adds up, writes a number a program: the least that any product with these bytes must do."""
+    total = tl.zeros([BLOCK], dtype=tl.int32)
+    for at in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        total += tl.load(x + i, mask=i < n, other=0)
+    tl.store(y + tl.program_id(0), tl.sum(total, 0))
+
+
+def read_only():
+    for name, n_bytes in (("QKV", 5120 * 2880 * 2), ("O", 2880 * 4096 * 2), ("LM head", 201088 * 2880 * 2)):
+        turns = max(1, (256 << 20) // n_bytes + 1)
+        xs = [torch.randint(1 << 30, (n_bytes // 4,), device="cuda", dtype=torch.int32) for _ in range(turns)]
+        y = torch.empty(8192, device="cuda", dtype=torch.int32)
+        best = min((graph_time(lambda i: read[(grid,)](xs[i], y, n_bytes // 4, BLOCK=block, num_warps=8), turns, turns * 3), grid, block)
+                   for grid in (132, 264, 528, 1056) for block in (2048, 4096, 8192))
+        print(f"peer: reading {name}'s bytes: {best[0] * 1e6:.2f} us, {n_bytes / best[0] * 1e-12:.2f} TB/s (grid {best[1]}, block {best[2]})")
+
+
 def main():
     torch.manual_seed(0)
     for t in (2048, 8192, 32768):
@@ -48,9 +70,7 @@ def main():
             x = torch.randn(rows, n_in, device="cuda", dtype=torch.bfloat16)
             s = graph_time(lambda i: x @ ws[i].t(), turns, turns * 3)
             print(f"peer: cuBLAS {name}, {rows} rows: {s * 1e6:.2f} us, {2 * n_out * n_in / s * 1e-12:.2f} TB/s, {2 * rows * n_out * n_in / s * 1e-12:.0f} TFLOP/s")
-    x = torch.randn(1 << 31, device="cuda", dtype=torch.bfloat16)
-    s = graph_time(lambda i: x.view(torch.int32).sum(), 1, 3)
-    print(f"peer: sum over 4 GiB: {2 * x.numel() / s * 1e-12:.2f} TB/s")
+    read_only()
 
 
 main()
