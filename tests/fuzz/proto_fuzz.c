@@ -8,6 +8,7 @@
 #include "proto/fleet.pb-c.h"
 #include "proto/health.pb-c.h"
 #include "proto/inference.pb-c.h"
+#include "proto/reflection.pb-c.h"
 #include "proto/worker.pb-c.h"
 
 #define MAX_BYTES (64u << 10)
@@ -24,6 +25,7 @@ static const ProtobufCMessageDescriptor *const types[] = {
     &tandem__v1__status_request__descriptor,
     &tandem__v1__join_update__descriptor,
     &grpc__health__v1__health_check_request__descriptor,
+    &grpc__reflection__v1__server_reflection_request__descriptor,
     /* replies, for the router, the workers and tandemctl */
     &tandem__v1__generate_event__descriptor,
     &tandem__v1__chat_event__descriptor,
