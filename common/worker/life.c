@@ -118,10 +118,17 @@ void td_worker_broken(struct td_worker *w, enum td_status st, const char *why)
 
 /* --- the watchdog ------------------------------------------------------------------------------------------ */
 
-/* A step that does not end means a device that never will: this process can only say so and go. */
+/* A step that does not end means a device that never will, and a transfer that hears nobody leaves every hand-off
+ * waiting: this process can only say so and go. */
 static void on_watchdog(struct td_timer *t)
 {
     struct td_worker *w = TD_CONTAINER_OF(t, struct td_worker, watchdog_timer);
+    struct td_xfer_stats x = {0};
+    w->xfer_ops->stats(w->xfer, &x);
+    if (x.is_deaf) {
+        td_worker_broken(w, TD_E_IO, "the transfer receives no messages any more");
+        return;
+    }
     uint64_t age_ns = td_engine_step_age_ns(w->engine);
     if (age_ns <= w->cfg.step_timeout * TD_NS_PER_MS) {
         td_worker_watch(w);
