@@ -146,13 +146,12 @@ $(BUILD)/fuzz/%: $(BUILD)/obj/tests/fuzz/%.o $(call link_libs,$(LAYERS))
 	$(Q)$(CC) $(LDFLAGS) -fsanitize=fuzzer -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
 .PHONY: fuzz fuzz-build fuzz-run
 fuzz-build: $(FUZZ_BIN)
+# One target a processor at a time; FUZZ_SECONDS each.
 fuzz-run: fuzz-build
-	@for f in $(FUZZ_BIN); do n=$$(basename $$f); mkdir -p $(BUILD)/corpus/$$n; echo "== $$n for $(FUZZ_SECONDS) s"; \
-	   seeds=tests/fuzz/corpus/$$n; [ -d $$seeds ] || seeds=; \
-	   $$f -max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=2048 -verbosity=0 -print_final_stats=1 \
-	       -artifact_prefix=$(BUILD)/fuzz/$$n- $(BUILD)/corpus/$$n $$seeds || exit 1; done
-fuzz:
-	$(MAKE) CC=clang BUILD=build/fuzz OPT=-O1 SAN=address,undefined,fuzzer-no-link fuzz-run
+	@printf '%s\n' $(FUZZ_BIN) | xargs -P $$(nproc) -n 1 tests/fuzz/run-one $(FUZZ_SECONDS)
+fuzz: packages-dev ## every fuzz target for FUZZ_SECONDS (60)
+	@$(MAKE) CC=clang BUILD=build/fuzz OPT=-O1 SAN=address,undefined,fuzzer-no-link -j$$(nproc) fuzz-build
+	@$(MAKE) CC=clang BUILD=build/fuzz OPT=-O1 SAN=address,undefined,fuzzer-no-link fuzz-run
 
 # ---- helper programs of the tests: tests/support/<name>/main.c ---------------------------------------------------------------
 SUPPORT_PROGS := $(patsubst tests/support/%/main.c,$(BUILD)/bin/%,$(wildcard tests/support/*/main.c))
