@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #define TD_KV_LAYOUT_VERSION 1u
+#define TD_MAX_RANKS         8u /* of a tensor-parallel group */
 
 enum td_kv_group { TD_KV_SLIDING, TD_KV_FULL, TD_KV_N_GROUPS };
 enum td_dtype { TD_F32, TD_BF16, TD_E4M3, TD_U8 };

@@ -13,7 +13,6 @@
 #include "kernels/kv_layout.h"
 
 #define TD_WIRE_VERSION     1u
-#define TD_MAX_RANKS        8u
 #define TD_WIRE_MAX_ADDRESS (64u << 10) /* as common/transfer allows */
 
 /* X(name, id, fields) */
