@@ -65,13 +65,13 @@ static enum td_status cpu_copy(struct td_device *d, void *to, const void *from, 
     return TD_OK;
 }
 
-/* Panels of 16 columns; a unit of a gate_up matrix has its gate and its up in two neighbouring panels. */
+/* Panels of 16 columns. */
 static size_t cpu_packed_bytes(const struct td_device *d, uint32_t n_out, uint32_t n_in, enum td_row_order order,
                                size_t *bias_out)
 {
     (void)d;
-    uint32_t unit = order == TD_ROWS_GATE_UP ? 2 * TD_LANES : TD_LANES;
-    size_t cols = (size_t)td_ceil_div(n_out, unit) * unit;
+    size_t cols =
+        order == TD_ROWS_GATE_UP ? td_cpu_gate_up_cols(n_out / 2) : (size_t)td_ceil_div(n_out, TD_LANES) * TD_LANES;
     *bias_out = cols * sizeof(float);
     return cols * n_in * sizeof(uint16_t);
 }

@@ -40,6 +40,15 @@ static inline const uint16_t *td_cpu_panels(const struct td_weight *w, uint32_t 
     return (const uint16_t *)w->data + (size_t)cols * w->n_in;
 }
 
+/* Panels of gate_up come in pairs of 16 units' gates and ups. A last pair of 8 units or fewer lies in one panel, gates
+ * in its lower half: a rank's slice of the width pads nothing then. n_units: from that pair's first unit on. */
+static inline bool td_cpu_is_half_pair(uint32_t n_units) { return n_units > 0 && n_units <= TD_LANES / 2; }
+static inline uint32_t td_cpu_gate_up_cols(uint32_t n_units)
+{
+    uint32_t rest = n_units % TD_LANES;
+    return n_units / TD_LANES * 2 * TD_LANES + (rest == 0 ? 0 : td_cpu_is_half_pair(rest) ? TD_LANES : 2 * TD_LANES);
+}
+
 /* y[row][0..n_out) = w x[row], w's rows cut into tasks; bias is not added. */
 void td_cpu_matmul(struct td_cpu_stream *s, const float *x, const struct td_weight *w, const struct td_pieces *pieces,
                    float *y, uint32_t n_rows);

@@ -92,6 +92,14 @@ static void sort_slots(struct job *j)
     }
 }
 
+/* A last pair in one panel, [8 gates, 8 ups], spread into the two that swiglu expects. */
+static void spread_half_pair(float *pair)
+{
+    memcpy(pair + TD_LANES, pair + TD_LANES / 2, TD_LANES / 2 * sizeof *pair);
+    memset(pair + TD_LANES / 2, 0, TD_LANES / 2 * sizeof *pair);
+    memset(pair + TD_LANES + TD_LANES / 2, 0, TD_LANES / 2 * sizeof *pair);
+}
+
 static void gate_up(void *ctx, uint32_t index, uint32_t thread)
 {
     const struct job *j = ctx;
@@ -100,7 +108,7 @@ static void gate_up(void *ctx, uint32_t index, uint32_t thread)
     const struct block *b = &j->blocks[index % j->n_blocks];
     const struct td_weight *w = &a->gate_up[b->expert];
     uint32_t unit = index / j->n_blocks * UNITS, n_units = td_min_u32(UNITS, a->intermediate - unit);
-    uint32_t cols = td_ceil_div(n_units, TD_LANES) * 2 * TD_LANES;
+    uint32_t cols = td_cpu_gate_up_cols(n_units);
     for (uint32_t i = 0; i < b->n; i++) {
         z->a[i] = a->x + (size_t)(j->order[b->first + i] / a->top_k) * a->hidden;
         z->c[i] = z->s + (size_t)i * 2 * UNITS;
@@ -108,8 +116,17 @@ static void gate_up(void *ctx, uint32_t index, uint32_t thread)
     struct td_gemm g = {
         .a = z->a, .c = z->c, .w = td_cpu_panels(w, 2 * unit), .m = b->n, .n_cols = cols, .k = a->hidden};
     j->s->micro->gemm_bf16(&g);
+    const float *bias = w->bias + 2 * unit;
+    float spread[2 * UNITS];
+    uint32_t full = n_units / TD_LANES * TD_LANES;
+    if (td_cpu_is_half_pair(n_units - full)) {
+        memcpy(spread, bias, cols * sizeof *bias);
+        spread_half_pair(spread + 2 * full);
+        for (uint32_t i = 0; i < b->n; i++) spread_half_pair(z->c[i] + 2 * full);
+        bias = spread;
+    }
     for (uint32_t i = 0; i < b->n; i++) z->c[i] = j->u + (size_t)(b->first + i) * a->intermediate + unit;
-    j->s->micro->swiglu(z->c, z->s, 2 * UNITS, w->bias + 2 * unit, b->n, n_units, a->alpha, a->limit);
+    j->s->micro->swiglu(z->c, z->s, 2 * UNITS, bias, b->n, n_units, a->alpha, a->limit);
 }
 
 static void down(void *ctx, uint32_t index, uint32_t thread)

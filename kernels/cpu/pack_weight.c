@@ -6,13 +6,14 @@
 #include "kernels/cpu/cpu_int.h"
 #include "kernels/device_cpu.h"
 
-/* Column of the packed matrix for output row r. Unit i of a gate_up matrix: gate in panel 2 (i / 16), up in the next.
- */
-static uint32_t packed_col(enum td_row_order order, uint32_t r)
+/* Column of the packed matrix for output row r. Unit i of a gate_up matrix: gate in panel 2 (i / 16), up in the next;
+ * if no more than 8 units are left for the last pair, gates and ups share its one panel. */
+static uint32_t packed_col(enum td_row_order order, uint32_t n_out, uint32_t r)
 {
     if (order == TD_ROWS_PLAIN) return r;
-    uint32_t unit = r / 2;
-    return unit / TD_LANES * 2 * TD_LANES + (r % 2) * TD_LANES + unit % TD_LANES;
+    uint32_t unit = r / 2, n_units = n_out / 2, first = unit / TD_LANES * TD_LANES;
+    uint32_t to_up = td_cpu_is_half_pair(n_units - first) ? TD_LANES / 2 : TD_LANES;
+    return 2 * first + (r % 2) * to_up + unit - first;
 }
 
 /* One stored element. false: not finite in bf16. */
@@ -36,7 +37,7 @@ enum td_status td_cpu_pack_weight(struct td_stream *s, const struct td_pack_weig
     uint16_t *out = a->out;
     memset(out, 0, bytes);
     for (uint32_t r = 0; r < a->n_out; r++) {
-        uint32_t col = packed_col(a->order, r);
+        uint32_t col = packed_col(a->order, a->n_out, r);
         uint16_t *to = out + (size_t)(col / TD_LANES) * TD_LANES * a->n_in + td_panel_slot(col % TD_LANES);
         size_t row = (size_t)a->row_begin + r;
         for (uint32_t k = 0; k < a->n_in; k++) {
@@ -54,6 +55,6 @@ enum td_status td_cpu_pack_weight(struct td_stream *s, const struct td_pack_weig
     }
     if (a->bias == NULL) return TD_OK;
     memset(a->bias_out, 0, bias_bytes);
-    for (uint32_t r = 0; r < a->n_out; r++) a->bias_out[packed_col(a->order, r)] = a->bias[r];
+    for (uint32_t r = 0; r < a->n_out; r++) a->bias_out[packed_col(a->order, a->n_out, r)] = a->bias[r];
     return TD_OK;
 }
