@@ -43,15 +43,24 @@ struct td_model; /* config + weights packed for the backend */
 struct td_model_options {
     bool use_dummy_weights; /* --load-format dummy: seeded, routes evenly */
     uint64_t dummy_seed;
-    uint32_t tp, rank;        /* this process holds all ranks of a group; 1, 0 for now */
-    struct td_device *device; /* where the weights go; outlives the model. NULL: a CPU device of the model's own */
+    uint32_t tp;              /* ranks of the group, all held by this process: 1, 2, 4 or 8; 0 is 1 */
+    uint32_t ep;              /* 1: each rank has a slice of every expert; tp: whole experts, 1/tp of them; 0 is 1 */
+    struct td_device *device; /* where the weights go, those of all ranks; outlives the model. NULL: a CPU device of
+                               * the model's own */
 };
+/* BAD_CONFIG, naming --tp or --ep, when the model cannot be divided so. */
+enum td_status td_model_check_ranks(const struct td_model_config *c, uint32_t tp, uint32_t ep, struct td_err *err);
+/* BAD_CONFIG as above; else the file is at fault. */
 enum td_status td_model_load(const char *dir, const struct td_model_options *o, struct td_model **out,
                              struct td_err *err);
 void td_model_destroy(struct td_model *m);
 const struct td_model_config *td_model_config_of(const struct td_model *m);
 const char *
 td_model_fingerprint(const struct td_model *m); /* 32 hex digits; equal where config, tensors and contents are */
-uint64_t td_model_weight_bytes(const struct td_model *m);
+uint32_t td_model_n_ranks(const struct td_model *m);
+uint64_t td_model_weight_bytes(const struct td_model *m); /* of all ranks together */
+/* What one rank holds: replicated is there on every rank (embedding, norms, router, biases of the residual width), the
+ * rest is its share. */
+void td_model_rank_bytes(const struct td_model *m, uint32_t rank, uint64_t *sharded_out, uint64_t *replicated_out);
 
 #endif

@@ -99,7 +99,7 @@ static enum td_status fetch(struct loader *l, const char *name, const struct wan
 /* ---- device memory
  * ---------------------------------------------------------------------------------------------------- */
 
-static enum td_status device_alloc(struct loader *l, size_t bytes, const char *name, void **out)
+static enum td_status device_alloc(struct loader *l, size_t bytes, const char *name, bool is_sharded, void **out)
 {
     struct td_weights *w = l->w;
     if (w->n_blocks == w->cap_blocks) {
@@ -113,6 +113,7 @@ static enum td_status device_alloc(struct loader *l, size_t bytes, const char *n
     if (st != TD_OK) return td_err_set(l->err, st, "tensor \"%s\": no memory for %zu bytes of weights", name, bytes);
     w->blocks[w->n_blocks++] = *out;
     w->n_bytes += bytes;
+    if (is_sharded) w->n_sharded_bytes += bytes;
     return TD_OK;
 }
 
@@ -141,6 +142,21 @@ static enum td_status fetch_floats(struct loader *l, const char *name, const str
     return TD_OK;
 }
 
+/* Of n values, those from first on. */
+static enum td_status load_some_floats(struct loader *l, const char *name, uint32_t n, uint32_t first, uint32_t n_part,
+                                       const float **out)
+{
+    struct want want = {.type = TD_T_BF16, .or_f32 = true, .n_dims = 1, .shape = {n}};
+    const float *host;
+    void *p;
+    size_t bytes = (size_t)n_part * sizeof(float);
+    enum td_status st = fetch_floats(l, name, &want, &host);
+    if (st == TD_OK) st = device_alloc(l, bytes, name, true, &p);
+    if (st == TD_OK) st = td_device_upload(l->w->device, p, host + first, bytes);
+    if (st == TD_OK) *out = p;
+    return st;
+}
+
 static enum td_status load_floats(struct loader *l, const char *name, uint32_t rows, uint32_t n, const float **out)
 {
     struct want want = {.type = TD_T_BF16, .or_f32 = true, .n_dims = rows ? 2 : 1, .shape = {rows ? rows : n, n}};
@@ -148,7 +164,7 @@ static enum td_status load_floats(struct loader *l, const char *name, uint32_t r
     void *p;
     size_t bytes = (size_t)(rows ? rows : 1) * n * sizeof(float);
     enum td_status st = fetch_floats(l, name, &want, &host);
-    if (st == TD_OK) st = device_alloc(l, bytes, name, &p);
+    if (st == TD_OK) st = device_alloc(l, bytes, name, false, &p);
     if (st == TD_OK) st = td_device_upload(l->w->device, p, host, bytes);
     if (st == TD_OK) *out = p;
     return st;
@@ -165,48 +181,53 @@ static enum td_status pack(struct loader *l, const char *name, const struct td_p
 /* ---- dense matrices
  * --------------------------------------------------------------------------------------------------- */
 
-struct part { /* one stored matrix among those stacked into a packed one */
+struct part { /* of one stored matrix among those stacked into a packed one: some of its rows */
     const char *name;
-    uint32_t n_out;
+    uint32_t n_stored, first, n_out;
+};
+struct cols { /* and of those, some columns */
+    uint32_t n_stored, first, n_in;
 };
 
-/* Matrices [n_out, n_in] stacked by output row; each part's rows are a multiple of a panel unless it is the last. */
+/* Matrices stacked by output row; each part's rows are a multiple of a panel unless it is the last. */
 static enum td_status load_dense(struct loader *l, const char *prefix, const struct part *parts, uint32_t n_parts,
-                                 uint32_t n_in, bool has_bias, struct td_weight *out)
+                                 struct cols cols, bool has_bias, bool is_sharded, struct td_weight *out)
 {
     enum td_status st;
     void *data, *bias = NULL;
     uint32_t n_out = 0;
     for (uint32_t i = 0; i < n_parts; i++) n_out += parts[i].n_out;
-    size_t bias_bytes, bytes = td_device_packed_bytes(l->w->device, n_out, n_in, TD_ROWS_PLAIN, &bias_bytes);
-    TD_TRY(device_alloc(l, bytes, prefix, &data));
-    if (has_bias) TD_TRY(device_alloc(l, bias_bytes, prefix, &bias));
+    size_t bias_bytes, bytes = td_device_packed_bytes(l->w->device, n_out, cols.n_in, TD_ROWS_PLAIN, &bias_bytes);
+    TD_TRY(device_alloc(l, bytes, prefix, is_sharded, &data));
+    if (has_bias) TD_TRY(device_alloc(l, bias_bytes, prefix, is_sharded, &bias));
     char *to = data, *bias_to = bias;
     for (uint32_t i = 0; i < n_parts; i++) {
         char name[256];
         struct td_tensor t;
         const float *host_bias = NULL;
         if (has_bias) {
-            struct want want = {.type = TD_T_BF16, .or_f32 = true, .n_dims = 1, .shape = {parts[i].n_out}};
+            struct want want = {.type = TD_T_BF16, .or_f32 = true, .n_dims = 1, .shape = {parts[i].n_stored}};
             snprintf(name, sizeof name, "%s%s.bias", prefix, parts[i].name);
             TD_TRY(fetch_floats(l, name, &want, &host_bias));
         }
-        struct want want = {.type = TD_T_BF16, .n_dims = 2, .shape = {parts[i].n_out, n_in}};
+        struct want want = {.type = TD_T_BF16, .n_dims = 2, .shape = {parts[i].n_stored, cols.n_stored}};
         snprintf(name, sizeof name, "%s%s.weight", prefix, parts[i].name);
         TD_TRY(fetch(l, name, &want, DATA, &t));
         struct td_pack_weight_args a = {.source = TD_SRC_BF16_ROWS,
                                         .data = t.data,
-                                        .ld = n_in,
+                                        .ld = cols.n_stored,
+                                        .row_begin = parts[i].first,
+                                        .col_begin = cols.first,
                                         .n_out = parts[i].n_out,
-                                        .n_in = n_in,
-                                        .bias = host_bias,
+                                        .n_in = cols.n_in,
+                                        .bias = host_bias != NULL ? host_bias + parts[i].first : NULL,
                                         .out = to,
                                         .bias_out = (float *)(void *)bias_to};
         TD_TRY(pack(l, name, &a));
-        to += td_device_packed_bytes(l->w->device, parts[i].n_out, n_in, TD_ROWS_PLAIN, &bias_bytes);
+        to += td_device_packed_bytes(l->w->device, parts[i].n_out, cols.n_in, TD_ROWS_PLAIN, &bias_bytes);
         if (has_bias) bias_to += bias_bytes;
     }
-    *out = (struct td_weight){.data = data, .bias = bias, .n_out = n_out, .n_in = n_in};
+    *out = (struct td_weight){.data = data, .bias = bias, .n_out = n_out, .n_in = cols.n_in};
     st = TD_OK;
 out:
     return st;
@@ -215,12 +236,14 @@ out:
 /* ---- experts
  * ------------------------------------------------------------------------------------------------------------ */
 
-/* which: "gate_up_proj" or "down_proj"; one packed matrix an expert. */
-static enum td_status load_experts(struct loader *l, const char *prefix, const char *which, uint32_t n_out,
-                                   uint32_t n_in, enum td_row_order order, bool pack_bias, struct td_weight **out)
+/* which: "gate_up_proj" or "down_proj"; one packed matrix an expert of this rank. */
+static enum td_status load_experts(struct loader *l, const char *prefix, const char *which, struct part rows,
+                                   struct cols cols, enum td_row_order order, bool pack_bias, struct td_weight **out)
 {
     enum td_status st;
     const struct td_model_config *c = l->c;
+    const struct td_shard *s = &l->w->shard;
+    uint32_t n_out = rows.n_stored, n_in = cols.n_stored;
     char name[256], scales_name[256];
     struct td_tensor data, scales = {0};
     snprintf(name, sizeof name, "%s%s%s", prefix, which, c->is_mxfp4 ? "_blocks" : "");
@@ -239,9 +262,9 @@ static enum td_status load_experts(struct loader *l, const char *prefix, const c
     *out = w; /* freed with the layer */
 
     void *packed, *bias = NULL;
-    size_t bias_bytes, bytes = td_device_packed_bytes(l->w->device, n_out, n_in, order, &bias_bytes);
-    TD_TRY(device_alloc(l, bytes * c->n_experts, name, &packed));
-    if (pack_bias) TD_TRY(device_alloc(l, bias_bytes * c->n_experts, name, &bias));
+    size_t bias_bytes, bytes = td_device_packed_bytes(l->w->device, rows.n_out, cols.n_in, order, &bias_bytes);
+    TD_TRY(device_alloc(l, bytes * s->n_experts, name, true, &packed));
+    if (pack_bias) TD_TRY(device_alloc(l, bias_bytes * s->n_experts, name, true, &bias));
     const float *host_bias = NULL; /* of all experts */
     if (pack_bias) {
         char bias_name[256];
@@ -249,21 +272,24 @@ static enum td_status load_experts(struct loader *l, const char *prefix, const c
         snprintf(bias_name, sizeof bias_name, "%s%s_bias", prefix, which);
         TD_TRY(fetch_floats(l, bias_name, &want, &host_bias));
     }
-    for (uint32_t e = 0; e < c->n_experts; e++) {
+    for (uint32_t i = 0; i < s->n_experts; i++) {
+        uint32_t e = s->first_expert + i;
         size_t elements = (size_t)n_out * n_in;
         struct td_pack_weight_args a = {.source = c->is_mxfp4 ? TD_SRC_MXFP4 : TD_SRC_BF16_COLS,
                                         .order = order,
                                         .data = data.data + e * (c->is_mxfp4 ? elements / 2 : elements * 2),
                                         .scales = c->is_mxfp4 ? scales.data + e * (elements / 32) : NULL,
                                         .ld = c->is_mxfp4 ? n_in : n_out,
-                                        .n_out = n_out,
-                                        .n_in = n_in,
-                                        .bias = pack_bias ? host_bias + (size_t)e * n_out : NULL,
-                                        .out = (char *)packed + e * bytes,
+                                        .row_begin = rows.first,
+                                        .col_begin = cols.first,
+                                        .n_out = rows.n_out,
+                                        .n_in = cols.n_in,
+                                        .bias = pack_bias ? host_bias + (size_t)e * n_out + rows.first : NULL,
+                                        .out = (char *)packed + i * bytes,
                                         .bias_out =
-                                            pack_bias ? (float *)(void *)((char *)bias + e * bias_bytes) : NULL};
+                                            pack_bias ? (float *)(void *)((char *)bias + i * bias_bytes) : NULL};
         TD_TRY(pack(l, c->is_mxfp4 ? scales_name : name, &a));
-        w[e] = (struct td_weight){.data = a.out, .bias = a.bias_out, .n_out = n_out, .n_in = n_in};
+        w[e] = (struct td_weight){.data = a.out, .bias = a.bias_out, .n_out = rows.n_out, .n_in = cols.n_in};
     }
     st = TD_OK;
 out:
@@ -278,7 +304,10 @@ static enum td_status load_layer(struct loader *l, uint32_t i, struct td_layer_w
     enum td_status st;
     const struct td_model_config *c = l->c;
     char layer[64], name[256];
-    uint32_t q = c->n_heads * c->head_dim, kv = c->n_kv_heads * c->head_dim;
+    const struct td_shard *s = &l->w->shard;
+    uint32_t d = c->head_dim, q = c->n_heads * d, kv = c->n_kv_heads * d, group = c->n_heads / c->n_kv_heads;
+    uint32_t first_q = s->first_kv_head * group * d, n_q = s->n_heads * d;
+    uint32_t first_kv = s->first_kv_head * d, n_kv = s->n_kv_heads * d;
     snprintf(layer, sizeof layer, "model.layers.%u.", i);
 
     snprintf(name, sizeof name, "%sinput_layernorm.weight", layer);
@@ -286,21 +315,27 @@ static enum td_status load_layer(struct loader *l, uint32_t i, struct td_layer_w
     snprintf(name, sizeof name, "%spost_attention_layernorm.weight", layer);
     TD_TRY(load_floats(l, name, 0, c->hidden, &w->post_norm));
     snprintf(name, sizeof name, "%sself_attn.sinks", layer);
-    TD_TRY(load_floats(l, name, 0, c->n_heads, &w->sinks));
+    TD_TRY(load_some_floats(l, name, c->n_heads, s->first_kv_head * group, s->n_heads, &w->sinks));
     snprintf(name, sizeof name, "%sself_attn.o_proj.bias", layer);
     TD_TRY(load_floats(l, name, 0, c->hidden, &w->o_bias));
 
     snprintf(name, sizeof name, "%sself_attn.", layer);
-    const struct part qkv[] = {{"q_proj", q}, {"k_proj", kv}, {"v_proj", kv}}, o[] = {{"o_proj", c->hidden}};
-    TD_TRY(load_dense(l, name, qkv, 3, c->hidden, true, &w->qkv));
-    TD_TRY(load_dense(l, name, o, 1, q, false, &w->o));
+    const struct part qkv[] = {
+        {"q_proj", q, first_q, n_q}, {"k_proj", kv, first_kv, n_kv}, {"v_proj", kv, first_kv, n_kv}};
+    const struct part o[] = {{"o_proj", c->hidden, 0, c->hidden}};
+    const struct cols all = {c->hidden, 0, c->hidden}, heads = {q, first_q, n_q};
+    TD_TRY(load_dense(l, name, qkv, 3, all, true, true, &w->qkv));
+    TD_TRY(load_dense(l, name, o, 1, heads, false, true, &w->o));
     snprintf(name, sizeof name, "%smlp.", layer);
-    const struct part router[] = {{"router", c->n_experts}};
-    TD_TRY(load_dense(l, name, router, 1, c->hidden, true, &w->router));
+    const struct part router[] = {{"router", c->n_experts, 0, c->n_experts}};
+    TD_TRY(load_dense(l, name, router, 1, all, true, false, &w->router));
 
     snprintf(name, sizeof name, "%smlp.experts.", layer);
-    TD_TRY(load_experts(l, name, "gate_up_proj", 2 * c->intermediate, c->hidden, TD_ROWS_GATE_UP, true, &w->gate_up));
-    TD_TRY(load_experts(l, name, "down_proj", c->hidden, c->intermediate, TD_ROWS_PLAIN, false, &w->down));
+    const struct part gate_up = {"gate_up_proj", 2 * c->intermediate, 2 * s->first_unit, 2 * s->n_units};
+    const struct part down = {"down_proj", c->hidden, 0, c->hidden};
+    const struct cols units = {c->intermediate, s->first_unit, s->n_units};
+    TD_TRY(load_experts(l, name, gate_up.name, gate_up, all, TD_ROWS_GATE_UP, true, &w->gate_up));
+    TD_TRY(load_experts(l, name, down.name, down, units, TD_ROWS_PLAIN, false, &w->down));
     snprintf(name, sizeof name, "%smlp.experts.down_proj_bias", layer);
     TD_TRY(load_floats(l, name, c->n_experts, c->hidden, &w->down_bias));
     st = TD_OK;
@@ -315,7 +350,7 @@ static enum td_status load_embedding(struct loader *l)
     struct td_tensor t;
     void *p;
     enum td_status st = fetch(l, name, &want, DATA, &t);
-    if (st == TD_OK) st = device_alloc(l, (size_t)t.n_bytes, name, &p);
+    if (st == TD_OK) st = device_alloc(l, (size_t)t.n_bytes, name, false, &p);
     if (st == TD_OK) st = td_device_upload(l->w->device, p, t.data, (size_t)t.n_bytes);
     if (st == TD_OK) l->w->embed = p;
     return st;
@@ -328,7 +363,7 @@ static enum td_status load_rope(struct loader *l)
     void *p;
     TD_CHECK(half <= TD_COUNT(freqs));
     td_model_rope(l->c, freqs, &l->w->rope_factor);
-    enum td_status st = device_alloc(l, half * sizeof *freqs, "rope frequencies", &p);
+    enum td_status st = device_alloc(l, half * sizeof *freqs, "rope frequencies", false, &p);
     if (st == TD_OK) st = td_device_upload(l->w->device, p, freqs, half * sizeof *freqs);
     if (st == TD_OK) l->w->rope_freqs = p;
     return st;
@@ -350,11 +385,33 @@ static enum td_status check_form(const struct loader *l)
     return TD_OK;
 }
 
-enum td_status td_weights_load(const struct td_model_config *c, const struct td_safetensors *files, uint64_t dummy_seed,
-                               struct td_device *device, struct td_weights *out, struct td_err *err)
+/* Piece i of n_total of a width k begins here, as td_pieces_init cuts it. */
+static uint32_t piece_begin(uint32_t k, uint32_t n_total, uint32_t i) { return (uint32_t)((uint64_t)i * k / n_total); }
+
+void td_shard_of(const struct td_model_config *c, uint32_t tp, uint32_t ep, uint32_t rank, struct td_shard *out)
+{
+    TD_CHECK(rank < tp && (ep == 1 || ep == tp) && c->n_kv_heads % tp == 0 && TD_EXPERT_PIECES % tp == 0);
+    struct td_shard s = {.rank = rank, .tp = tp, .ep = ep};
+    s.n_heads = c->n_heads / tp;
+    s.n_kv_heads = c->n_kv_heads / tp;
+    s.first_kv_head = rank * s.n_kv_heads;
+    s.n_pieces = ep > 1 ? TD_EXPERT_PIECES : TD_EXPERT_PIECES / tp;
+    s.first_piece = ep > 1 ? 0 : rank * s.n_pieces;
+    s.first_unit = piece_begin(c->intermediate, TD_EXPERT_PIECES, s.first_piece);
+    s.n_units = piece_begin(c->intermediate, TD_EXPERT_PIECES, s.first_piece + s.n_pieces) - s.first_unit;
+    s.n_experts = c->n_experts / ep;
+    s.first_expert = ep > 1 ? rank * s.n_experts : 0;
+    s.first_vocab = piece_begin(c->vocab, tp, rank);
+    s.n_vocab = piece_begin(c->vocab, tp, rank + 1) - s.first_vocab;
+    *out = s;
+}
+
+enum td_status td_weights_load(const struct td_model_config *c, const struct td_shard *shard,
+                               const struct td_safetensors *files, uint64_t dummy_seed, struct td_device *device,
+                               struct td_weights *out, struct td_err *err)
 {
     enum td_status st;
-    struct td_weights w = {.device = device, .n_layers = c->n_layers};
+    struct td_weights w = {.shard = *shard, .device = device, .n_layers = c->n_layers};
     struct loader l = {.c = c, .files = files, .seed = dummy_seed, .w = &w, .err = err};
     TD_TRY(check_form(&l));
     st = td_stream_create(device, 1, &l.stream);
@@ -364,8 +421,8 @@ enum td_status td_weights_load(const struct td_model_config *c, const struct td_
     TD_TRY(load_embedding(&l));
     for (uint32_t i = 0; i < c->n_layers; i++) TD_TRY(load_layer(&l, i, &w.layers[i]));
     TD_TRY(load_floats(&l, "model.norm.weight", 0, c->hidden, &w.final_norm));
-    const struct part head[] = {{"lm_head", c->vocab}};
-    TD_TRY(load_dense(&l, "", head, 1, c->hidden, false, &w.lm_head));
+    const struct part head[] = {{"lm_head", c->vocab, shard->first_vocab, shard->n_vocab}};
+    TD_TRY(load_dense(&l, "", head, 1, (struct cols){c->hidden, 0, c->hidden}, false, true, &w.lm_head));
     TD_TRY(load_rope(&l));
     *out = w;
     w = (struct td_weights){0};

@@ -248,7 +248,7 @@ static void options_that_cannot_be_met_are_refused(void **state)
     (void)state;
     struct td_model *m = NULL;
     struct td_err err;
-    assert_int_equal(td_model_load(TINY_DIR, &(struct td_model_options){.tp = 2}, &m, &err), TD_E_UNSUPPORTED);
+    assert_int_equal(td_model_load(TINY_DIR, &(struct td_model_options){.tp = 3}, &m, &err), TD_E_BAD_CONFIG);
     assert_int_equal(td_model_load("/nowhere", &(struct td_model_options){.tp = 1}, &m, &err), TD_E_BAD_FILE);
     assert_non_null(strstr(err.text, "/nowhere/config.json"));
     assert_null(m);
