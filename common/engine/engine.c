@@ -1,4 +1,4 @@
-/* The rank thread and its two sides: a queue of batches in, mail to the loop out.
+/* The thread of rank 0 and its two sides: a queue of batches in, mail to the loop out. The other ranks are ranks.c's.
  *
  * Mail outlives the engine: what was posted but not delivered when the engine is destroyed still lies in the loop's
  * inbox. So slots and their mails live in a mailbox of their own, which the last mail to be delivered frees. */
@@ -14,7 +14,7 @@
 #include "common/base/list.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
-#include "common/engine/forward.h"
+#include "common/engine/ranks.h"
 
 struct slot;
 struct layer_mail {
@@ -39,7 +39,7 @@ struct mailbox {
 };
 
 struct td_engine {
-    struct td_forward forward;
+    struct td_ranks *ranks;
     struct td_loop *loop;
     struct td_engine_handlers handlers;
     void *user;
@@ -123,7 +123,7 @@ static void post(struct td_engine *e, struct td_mail *m)
     td_loop_post(e->loop, m);
 }
 
-/* ---- the rank thread
+/* ---- rank 0's thread
  * -------------------------------------------------------------------------------------------------------- */
 
 static void sleep_ms(uint32_t ms)
@@ -140,6 +140,7 @@ struct layer_call {
     void *user;
 };
 
+/* Maybe on another rank's thread, but before the pass ends. */
 static void on_layer(uint32_t layer, void *user)
 {
     struct layer_call *c = user;
@@ -153,7 +154,7 @@ static enum td_status run(struct td_engine *e, struct td_batch *b, struct layer_
     bool wants_layers = (call->slot != NULL && b->want_layers) || call->on_layer != NULL || e->layer_delay_ms != 0;
     pthread_mutex_lock(&e->run_lock);
     atomic_store(&e->step_start_ns, td_clock_ns());
-    enum td_status st = td_forward_run(&e->forward, b, wants_layers ? on_layer : NULL, call);
+    enum td_status st = td_ranks_run(e->ranks, b, wants_layers ? on_layer : NULL, call);
     atomic_store(&e->step_start_ns, 0);
     pthread_mutex_unlock(&e->run_lock);
     if (st != TD_OK && st != TD_E_CANCELED) TD_ERROR("step_failed", "status=%s segments=%u", td_status_name(st), b->n_segments);
@@ -220,7 +221,7 @@ enum td_status td_engine_create(struct td_model *model, const struct td_engine_o
     if (h != NULL) e->handlers = *h;
     e->user = user;
     e->layer_delay_ms = o->layer_delay_ms;
-    TD_TRY(td_forward_create(model, o, &e->forward, err));
+    TD_TRY(td_ranks_create(model, o, &e->ranks, err));
     if (loop != NULL) {
         TD_CHECK(e->handlers.on_done != NULL);
         st = mailbox_create(e, td_model_config_of(model)->n_layers);
@@ -248,7 +249,7 @@ void td_engine_destroy(struct td_engine *e)
         pthread_join(e->thread, NULL);
     }
     if (e->box != NULL) mailbox_orphan(e->box);
-    td_forward_free(&e->forward);
+    td_ranks_destroy(e->ranks);
     pthread_cond_destroy(&e->wake);
     pthread_mutex_destroy(&e->lock);
     pthread_mutex_destroy(&e->run_lock);
@@ -262,7 +263,7 @@ enum td_status td_engine_submit(struct td_engine *e, struct td_batch *b)
     for (uint32_t i = 0; i < TD_ENGINE_DEPTH && free_slot == NULL; i++)
         if (e->box->slots[i].batch == NULL) free_slot = &e->box->slots[i];
     if (free_slot == NULL) return TD_E_BUSY;
-    enum td_status st = td_forward_check(&e->forward, b);
+    enum td_status st = td_forward_check(td_ranks_leader(e->ranks), b);
     if (st != TD_OK) return st;
     free_slot->batch = b;
     pthread_mutex_lock(&e->lock);
@@ -281,7 +282,7 @@ uint64_t td_engine_step_age_ns(const struct td_engine *e)
 enum td_status td_engine_run_now(struct td_engine *e, struct td_batch *b, void (*call)(uint32_t layer, void *user),
                                  void *user)
 {
-    enum td_status st = td_forward_check(&e->forward, b);
+    enum td_status st = td_forward_check(td_ranks_leader(e->ranks), b);
     struct layer_call c = {.engine = e, .on_layer = call, .user = user};
     return st != TD_OK ? st : run(e, b, &c);
 }

@@ -18,11 +18,18 @@ struct td_engine_options {
     uint32_t max_batch_tokens;   /* of all segments of a batch: sizes the workspace */
     uint32_t max_batch_segments;
     uint32_t max_context_tokens;
-    uint32_t n_threads;          /* CPU backend; 0: as many as the process may use */
-    struct td_kv_group_layout kv[TD_KV_N_GROUPS];
-    void *kv_base[TD_KV_N_GROUPS]; /* pools of rank 0, allocated through common/transfer */
+    uint32_t n_threads;          /* CPU backend, of all ranks together (each has one at least); 0: as many as the process may use */
+    struct td_kv_group_layout kv[TD_KV_N_GROUPS]; /* of a rank */
+    /* Pools, allocated through common/transfer: of rank 0, and of the model's other ranks from 1 on. */
+    void *kv_base[TD_KV_N_GROUPS];
+    void *more_kv_base[TD_MAX_RANKS - 1][TD_KV_N_GROUPS];
     uint32_t layer_delay_ms;     /* tests: sleep after each layer */
 };
+
+static inline void **td_engine_kv_base(struct td_engine_options *o, uint32_t rank)
+{
+    return rank == 0 ? o->kv_base : o->more_kv_base[rank - 1];
+}
 
 struct td_engine_handlers {
     void (*on_layer)(struct td_engine *e, struct td_batch *b, uint32_t layer, void *user); /* loop thread; only if want_layers */

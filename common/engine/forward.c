@@ -20,10 +20,11 @@ static enum td_status check_layout(const struct td_forward *f, enum td_kv_group 
     const struct td_kv_group_layout *l = &f->o.kv[g];
     const char *which = g == TD_KV_SLIDING ? "sliding" : "full";
     if (f->c->n_group_layers[g] == 0) return TD_OK;
-    if (l->n_layers != f->c->n_group_layers[g] || l->n_heads != f->c->n_kv_heads || l->head_dim != f->c->head_dim)
-        return td_err_set(
-            err, TD_E_BAD_CONFIG, "KV layout of %s layers: %u layers, %u heads of %u, but the model has %u, %u of %u",
-            which, l->n_layers, l->n_heads, l->head_dim, f->c->n_group_layers[g], f->c->n_kv_heads, f->c->head_dim);
+    uint32_t n_heads = f->w->shard.n_kv_heads;
+    if (l->n_layers != f->c->n_group_layers[g] || l->n_heads != n_heads || l->head_dim != f->c->head_dim)
+        return td_err_set(err, TD_E_BAD_CONFIG,
+                          "KV layout of %s layers: %u layers, %u heads of %u, but a rank has %u, %u of %u", which,
+                          l->n_layers, l->n_heads, l->head_dim, f->c->n_group_layers[g], n_heads, f->c->head_dim);
     if (l->page_tokens == 0 || l->n_pages == 0 || f->o.kv_base[g] == NULL)
         return td_err_set(err, TD_E_BAD_CONFIG, "KV layout of %s layers: no pages", which);
     if (l->dtype != TD_F32 && l->dtype != TD_BF16)
@@ -31,13 +32,18 @@ static enum td_status check_layout(const struct td_forward *f, enum td_kv_group 
     return TD_OK;
 }
 
-enum td_status td_forward_create(struct td_model *model, const struct td_engine_options *o, struct td_forward *out,
-                                 struct td_err *err)
+enum td_status td_forward_create_rank(struct td_model *model, const struct td_engine_options *o, uint32_t rank,
+                                      struct td_forward_group *group, struct td_forward *out, struct td_err *err)
 {
     enum td_status st;
     const struct td_model_config *c = td_model_config_of(model);
     struct td_device *device = td_model_device_of(model);
-    struct td_forward f = {.c = c, .w = td_model_weights_of(model), .o = *o, .ops = td_device_ops(device)};
+    struct td_forward f = {
+        .group = group, .c = c, .w = td_model_rank_weights(model, rank), .o = *o, .ops = td_device_ops(device)};
+    const struct td_shard *shard = &f.w->shard;
+    memcpy(f.o.kv_base, td_engine_kv_base(&f.o, rank), sizeof f.o.kv_base);
+    if (shard->tp > 1 && group == NULL)
+        TD_TRY(td_err_set(err, TD_E_BAD_CONFIG, "a rank of %u cannot run alone", shard->tp));
     if (o->max_batch_tokens == 0 || o->max_batch_segments == 0 || o->max_context_tokens == 0)
         TD_TRY(td_err_set(err, TD_E_BAD_CONFIG, "engine limits: none may be 0"));
     uint32_t n_pages = 0;
@@ -47,28 +53,29 @@ enum td_status td_forward_create(struct td_model *model, const struct td_engine_
         uint32_t n = (o->max_context_tokens - 1) / o->kv[g].page_tokens + 1;
         if (n > n_pages) n_pages = n;
     }
-    td_pieces_init(&f.o_pieces, c->n_heads * c->head_dim, c->n_kv_heads, 0, c->n_kv_heads);
-    td_pieces_init(&f.down_pieces, c->intermediate, TD_EXPERT_PIECES, 0, TD_EXPERT_PIECES);
+    td_pieces_init(&f.o_pieces, c->n_heads * c->head_dim, c->n_kv_heads, shard->first_kv_head, shard->n_kv_heads);
+    td_pieces_init(&f.down_pieces, c->intermediate, TD_EXPERT_PIECES, shard->first_piece, shard->n_pieces);
     struct td_scratch_shape scratch = {.n_rows = o->max_batch_tokens,
                                        .top_k = c->top_k,
                                        .n_experts = c->n_experts,
-                                       .intermediate = c->intermediate,
+                                       .intermediate = shard->n_units,
                                        .hidden = c->hidden};
     uint32_t n_logit_rows = td_device_can_sample(device) ? LOGIT_ROWS_DEVICE : LOGIT_ROWS;
     struct td_workspace_shape shape = {.T = o->max_batch_tokens,
                                        .S = o->max_batch_segments,
                                        .H = c->hidden,
-                                       .Q = (size_t)c->n_heads * c->head_dim,
+                                       .Q = (size_t)shard->n_heads * c->head_dim,
                                        .C = c->head_dim / 2,
                                        .K = c->top_k,
-                                       .V = c->vocab,
+                                       .V = shard->n_vocab,
+                                       .G = group != NULL && rank == 0 ? c->vocab : 0,
                                        .P = n_pages,
                                        .R = o->max_batch_segments < n_logit_rows ? o->max_batch_segments : n_logit_rows,
                                        .scratch_bytes = td_device_scratch_bytes(device, &scratch)};
     TD_TRY(td_workspace_create(device, &shape, &f.ws, err));
     st = td_stream_create(device, o->n_threads, &f.stream);
     if (st != TD_OK) TD_TRY(td_err_set(err, st, "the engine's stream cannot be created"));
-    td_workspace_log(&f.ws);
+    if (rank == 0) td_workspace_log(&f.ws); /* the others need about the same */
     *out = f;
     return TD_OK;
 out:
@@ -76,11 +83,41 @@ out:
     return st;
 }
 
+enum td_status td_forward_create(struct td_model *model, const struct td_engine_options *o, struct td_forward *out,
+                                 struct td_err *err)
+{
+    return td_forward_create_rank(model, o, 0, NULL, out, err);
+}
+
 void td_forward_free(struct td_forward *f)
 {
     td_stream_destroy(f->stream);
     td_workspace_free(&f->ws);
     *f = (struct td_forward){0};
+}
+
+/* ---- the other ranks
+ * ---------------------------------------------------------------------------------------------------------- */
+
+static enum td_status sum_over_ranks(struct td_forward *f, float *x, size_t n)
+{
+    return f->group == NULL ? TD_OK : td_coll_all_reduce(f->group->coll, f->w->shard.rank, f->stream, x, n);
+}
+
+static enum td_status meet(struct td_forward *f) { return f->group == NULL ? TD_OK : td_coll_barrier(f->group->coll); }
+
+/* Asked by all ranks before a layer. The leader's answer is made while every other rank is between its last question
+ * and the collective that ends before the next one, so all read the same. */
+static bool is_abandoned(const struct td_forward *f, const struct td_batch *b)
+{
+    const atomic_bool *flag = f->group != NULL ? &f->group->is_abandoned : &b->is_abandoned;
+    return atomic_load_explicit(flag, memory_order_relaxed);
+}
+
+static void decide_abandoned(struct td_forward *f, const struct td_batch *b)
+{
+    if (f->group != NULL && f->group->leader == f)
+        atomic_store(&f->group->is_abandoned, atomic_load_explicit(&b->is_abandoned, memory_order_relaxed));
 }
 
 /* ---- one layer
@@ -108,8 +145,8 @@ static enum td_status project(struct td_forward *f, uint32_t layer, const struct
         .kv = {.layout = f->o.kv[g], .pool = f->o.kv_base[g], .layer = f->c->layer_in_group[layer]},
         .q = ws->q.dev,
         .n_rows = r->n,
-        .n_heads = f->c->n_heads,
-        .n_kv_heads = f->c->n_kv_heads,
+        .n_heads = f->w->shard.n_heads,
+        .n_kv_heads = f->w->shard.n_kv_heads,
         .head_dim = f->c->head_dim,
         .parts = parts,
     };
@@ -117,7 +154,7 @@ static enum td_status project(struct td_forward *f, uint32_t layer, const struct
 }
 
 /* From q to the normalised input of the next layer. */
-static enum td_status finish_layer(struct td_forward *f, uint32_t layer, const struct rows *r)
+static enum td_status finish_layer(struct td_forward *f, const struct td_batch *b, uint32_t layer, const struct rows *r)
 {
     enum td_status st;
     const struct td_model_config *c = f->c;
@@ -134,8 +171,8 @@ static enum td_status finish_layer(struct td_forward *f, uint32_t layer, const s
         .n_single = r->n_single,
         .sinks = w->sinks,
         .out = ws->heads.dev,
-        .n_heads = c->n_heads,
-        .n_kv_heads = c->n_kv_heads,
+        .n_heads = f->w->shard.n_heads,
+        .n_kv_heads = f->w->shard.n_kv_heads,
         .head_dim = c->head_dim,
         .window = g == TD_KV_SLIDING ? c->window : 0,
         .scale = 1.0f / sqrtf((float)c->head_dim),
@@ -143,6 +180,7 @@ static enum td_status finish_layer(struct td_forward *f, uint32_t layer, const s
     TD_TRY(f->ops->attention(f->stream, &attention));
     struct td_o_proj_args o = {.x = ws->heads.dev, .w = w->o, .pieces = f->o_pieces, .y = ws->attn.dev, .n_rows = r->n};
     TD_TRY(f->ops->o_proj(f->stream, &o));
+    TD_TRY(sum_over_ranks(f, ws->attn.dev, (size_t)r->n * c->hidden));
     struct td_add_norm_args add = {.x = r->x,
                                    .y = ws->attn.dev,
                                    .bias = w->o_bias,
@@ -159,7 +197,7 @@ static enum td_status finish_layer(struct td_forward *f, uint32_t layer, const s
                               .pieces = f->down_pieces,
                               .n_rows = r->n,
                               .hidden = c->hidden,
-                              .intermediate = c->intermediate,
+                              .intermediate = f->w->shard.n_units,
                               .n_experts = c->n_experts,
                               .top_k = c->top_k,
                               .alpha = c->swiglu_alpha,
@@ -169,6 +207,8 @@ static enum td_status finish_layer(struct td_forward *f, uint32_t layer, const s
                               .y = ws->experts.dev,
                               .scratch = ws->scratch.dev};
     TD_TRY(f->ops->moe(f->stream, &moe));
+    decide_abandoned(f, b);
+    TD_TRY(sum_over_ranks(f, ws->experts.dev, (size_t)r->n * c->top_k * c->hidden));
     bool is_last = layer + 1 == c->n_layers;
     struct td_moe_add_norm_args mix = {.x = r->x,
                                        .y = ws->experts.dev,
@@ -287,15 +327,55 @@ static enum td_status finish(struct td_forward *f, struct td_batch *b, const str
     return TD_OK;
 }
 
-enum td_status td_forward_run(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
-                              void *user)
+/* This rank's columns of n rows of logits, into their place in the leader's host memory. */
+static enum td_status compute_columns(struct td_forward *f, const struct rows *tail, uint32_t first, uint32_t n)
+{
+    enum td_status st;
+    struct td_workspace *ws = &f->ws;
+    const struct td_shard *shard = &f->w->shard;
+    const char *t = (const char *)tail->t + (size_t)first * f->c->hidden * td_device_act_bytes(ws->device);
+    struct td_lm_head_args a = {
+        .x = (const float *)(const void *)t, .w = f->w->lm_head, .logits = ws->logits.dev, .n_rows = n};
+    TD_TRY(f->ops->lm_head(f->stream, &a));
+    float *to = f->group->leader->ws.group_logits.host + shard->first_vocab;
+    for (uint32_t i = 0; i < n; i++)
+        TD_TRY(td_stream_copy_out(f->stream, to + (size_t)i * f->c->vocab, ws->logits.dev + (size_t)i * shard->n_vocab,
+                                  shard->n_vocab * sizeof *to));
+    TD_TRY(td_stream_sync(f->stream));
+out:
+    return st;
+}
+
+/* The same among ranks: each computes its columns, the leader draws. */
+static enum td_status finish_together(struct td_forward *f, struct td_batch *b, const struct rows *tail)
+{
+    enum td_status st = TD_OK;
+    struct td_workspace *ws = &f->ws;
+    uint32_t vocab = f->c->vocab, n_at_once = (uint32_t)(ws->logits.n / f->w->shard.n_vocab);
+    for (uint32_t first = 0; first < tail->n; first += n_at_once) {
+        uint32_t n = tail->n - first < n_at_once ? tail->n - first : n_at_once;
+        if (first > 0) TD_TRY(meet(f)); /* the leader is done with the rows before */
+        TD_TRY(compute_columns(f, tail, first, n));
+        TD_TRY(meet(f));
+        for (uint32_t i = 0; i < n && f->group->leader == f; i++) {
+            struct td_segment *s = &b->segments[ws->tail_segments.host[first + i]];
+            const float *row = ws->group_logits.host + (size_t)i * vocab;
+            if (s->logits_out != NULL) memcpy(s->logits_out, row, vocab * sizeof *row);
+            if (s->want_token) td_sample(row, f->c->n_token_ids, s, ws->group_scratch.host);
+        }
+    }
+out:
+    return st;
+}
+
+static enum td_status run_layers(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
+                                 void *user)
 {
     enum td_status st;
     const struct td_model_config *c = f->c;
     struct td_workspace *ws = &f->ws;
-    TD_TRY(td_plan_make(f, b));
     struct rows all = {.n = f->n_rows,
-                       .n_seqs = b->n_segments,
+                       .n_seqs = f->n_segments,
                        .n_single = f->n_single,
                        .x = ws->x.dev,
                        .t = ws->t.dev,
@@ -320,7 +400,7 @@ enum td_status td_forward_run(struct td_forward *f, struct td_batch *b, void (*o
     TD_TRY(f->ops->rmsnorm(f->stream, &norm));
     for (uint32_t layer = 0; layer < c->n_layers; layer++) {
         bool is_last = layer + 1 == c->n_layers;
-        if (atomic_load_explicit(&b->is_abandoned, memory_order_relaxed)) {
+        if (is_abandoned(f, b)) {
             st = TD_E_CANCELED;
             goto out;
         }
@@ -330,18 +410,61 @@ enum td_status td_forward_run(struct td_forward *f, struct td_batch *b, void (*o
             on_layer(layer, user);
         }
         if (!is_last) {
-            TD_TRY(finish_layer(f, layer, &all));
+            TD_TRY(finish_layer(f, b, layer, &all));
             continue;
         }
         if (f->n_tail == 0) break;
         struct rows tail;
         TD_TRY(take_tail(f, &all, &tail));
         TD_TRY(project(f, layer, &tail, TD_QKV_Q));
-        TD_TRY(finish_layer(f, layer, &tail));
+        TD_TRY(finish_layer(f, b, layer, &tail));
         if (f->probe != NULL) f->probe(f->probe_user, (int32_t)c->n_layers, tail.t, tail.n, NULL);
-        TD_TRY(finish(f, b, &tail));
+        TD_TRY(f->group == NULL ? finish(f, b, &tail) : finish_together(f, b, &tail));
     }
     st = td_stream_sync(f->stream);
 out:
     return st;
+}
+
+/* One rank's part of a pass whose plan is there. All ranks leave together: what they shared may change after. */
+static enum td_status run_rank(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
+                               void *user)
+{
+    enum td_status st = td_plan_take(f, f->group != NULL ? f->group->leader : f);
+    if (st == TD_OK) st = run_layers(f, b, on_layer, user);
+    if (st == TD_OK || st == TD_E_CANCELED) {
+        enum td_status met = meet(f);
+        return met == TD_OK ? st : met;
+    }
+    if (f->group != NULL) td_coll_fail(f->group->coll, st);
+    return st;
+}
+
+enum td_status td_forward_run(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
+                              void *user)
+{
+    td_plan_make(f, b);
+    if (f->group != NULL) {
+        f->group->batch = b;
+        f->group->on_layer = on_layer;
+        f->group->user = user;
+        decide_abandoned(f, b);
+        enum td_status st = meet(f);
+        if (st != TD_OK) return st;
+    }
+    return run_rank(f, b, on_layer, user);
+}
+
+bool td_forward_follow(struct td_forward *f)
+{
+    struct td_forward_group *g = f->group;
+    if (meet(f) != TD_OK || g->batch == NULL) return false;
+    enum td_status st = run_rank(f, g->batch, g->on_layer, g->user);
+    return st == TD_OK || st == TD_E_CANCELED;
+}
+
+void td_forward_end_group(struct td_forward *leader)
+{
+    leader->group->batch = NULL;
+    (void)meet(leader); /* broken: they have left */
 }

@@ -72,13 +72,7 @@ static void plan_group(struct td_forward *f, enum td_kv_group g, const struct td
     }
 }
 
-#define UPLOAD(name, count)                                                                                            \
-    do {                                                                                                               \
-        st = td_stream_copy_in(f->stream, ws->name.dev, ws->name.host, (count) * sizeof *ws->name.host);               \
-        if (st != TD_OK) return st;                                                                                    \
-    } while (0)
-
-enum td_status td_plan_make(struct td_forward *f, const struct td_batch *b)
+void td_plan_make(struct td_forward *f, const struct td_batch *b)
 {
     struct td_workspace *ws = &f->ws;
     struct group_plan groups[TD_KV_N_GROUPS] = {
@@ -108,18 +102,33 @@ enum td_status td_plan_make(struct td_forward *f, const struct td_batch *b)
         ws->tail_segments.host[f->n_tail] = i;
         f->n_tail++;
     }
+    f->n_segments = b->n_segments;
+    for (enum td_kv_group g = 0; g < TD_KV_N_GROUPS; g++) f->n_pages[g] = groups[g].n_pages;
+}
 
+#define UPLOAD(name, count)                                                                                            \
+    do {                                                                                                               \
+        st = td_stream_copy_in(f->stream, f->ws.name.dev, from->ws.name.host, (count) * sizeof *f->ws.name.host);      \
+        if (st != TD_OK) return st;                                                                                    \
+    } while (0)
+
+enum td_status td_plan_take(struct td_forward *f, const struct td_forward *from)
+{
     enum td_status st;
+    f->n_rows = from->n_rows;
+    f->n_tail = from->n_tail;
+    f->n_single = from->n_single;
+    f->n_segments = from->n_segments;
     UPLOAD(tokens, f->n_rows);
     UPLOAD(positions, f->n_rows);
     UPLOAD(row_page_sliding, f->n_rows);
     UPLOAD(row_page_full, f->n_rows);
-    UPLOAD(seqs_sliding, b->n_segments);
-    UPLOAD(seqs_full, b->n_segments);
+    UPLOAD(seqs_sliding, f->n_segments);
+    UPLOAD(seqs_full, f->n_segments);
     UPLOAD(tail_sliding, f->n_tail);
     UPLOAD(tail_full, f->n_tail);
-    UPLOAD(pages_sliding, groups[TD_KV_SLIDING].n_pages);
-    UPLOAD(pages_full, groups[TD_KV_FULL].n_pages);
+    UPLOAD(pages_sliding, from->n_pages[TD_KV_SLIDING]);
+    UPLOAD(pages_full, from->n_pages[TD_KV_FULL]);
     UPLOAD(tail_rows, f->n_tail);
     return TD_OK;
 }

@@ -4,7 +4,9 @@
 
 #include "common/engine/forward.h"
 
-/* Fills the PLAN buffers and n_rows, n_tail, and copies them to the device. The batch has passed td_forward_check. */
-enum td_status td_plan_make(struct td_forward *f, const struct td_batch *b);
+/* Fills the PLAN buffers and the counts of the batch. The batch has passed td_forward_check. */
+void td_plan_make(struct td_forward *f, const struct td_batch *b);
+/* Copies the PLAN buffers and the counts that `from` made (f itself, or the leader of its group) to f's device. */
+enum td_status td_plan_take(struct td_forward *f, const struct td_forward *from);
 
 #endif

@@ -6,7 +6,7 @@
 #include "kernels/device.h"
 
 struct td_workspace_shape {
-    size_t T, S, H, Q, C, K, V, P, R, scratch_bytes;
+    size_t T, S, H, Q, C, K, V, G, P, R, scratch_bytes;
 };
 
 struct td_workspace {

@@ -22,9 +22,10 @@ void tiny_open(struct tiny *t, const struct tiny_options *o)
     *t = (struct tiny){0};
     struct td_device_options device = {.cpu_path = o->cpu_path};
     must(td_device_open(&device, &t->device, &err), &err);
-    struct td_model_options model = {.tp = 1, .device = t->device};
+    struct td_model_options model = {.tp = o->tp, .ep = o->ep, .device = t->device};
     must(td_model_load(o->dir != NULL ? o->dir : TINY_DIR, &model, &t->model, &err), &err);
     t->c = td_model_config_of(t->model);
+    uint32_t n_ranks = td_model_n_ranks(t->model);
     uint32_t max_tokens = o->max_tokens ? o->max_tokens : 8192, page_tokens = o->page_tokens ? o->page_tokens : 64;
     t->engine = (struct td_engine_options){.max_batch_tokens = o->max_batch_tokens ? o->max_batch_tokens : 4096,
                                            .max_batch_segments = 64,
@@ -40,25 +41,32 @@ void tiny_open(struct tiny *t, const struct tiny_options *o)
             }
         t->engine.kv[g] = (struct td_kv_group_layout){.n_layers = t->c->n_group_layers[g],
                                                       .n_pages = n,
-                                                      .n_heads = t->c->n_kv_heads,
+                                                      .n_heads = t->c->n_kv_heads / n_ranks,
                                                       .head_dim = t->c->head_dim,
                                                       .page_tokens = page_tokens,
                                                       .dtype = o->kv_type};
         size_t bytes = td_kv_pool_bytes(&t->engine.kv[g]);
-        t->pools[g] = malloc(bytes == 0 ? 1 : bytes);
-        assert_non_null(t->pools[g]);
-        memset(t->pools[g], 0xff, bytes); /* NaN: reading what was not written shows */
-        t->engine.kv_base[g] = t->pools[g];
+        for (uint32_t r = 0; r < n_ranks; r++) {
+            void *pool = malloc(bytes == 0 ? 1 : bytes);
+            assert_non_null(pool);
+            memset(pool, 0xff, bytes); /* NaN: reading what was not written shows */
+            t->pools[r][g] = td_engine_kv_base(&t->engine, r)[g] = pool;
+        }
     }
-    must(td_forward_create(t->model, &t->engine, &t->forward, &err), &err);
+    if (n_ranks == 1)
+        must(td_forward_create(t->model, &t->engine, &t->forward, &err), &err);
+    else
+        must(td_ranks_create(t->model, &t->engine, &t->ranks, &err), &err);
 }
 
 void tiny_close(struct tiny *t)
 {
+    td_ranks_destroy(t->ranks);
     td_forward_free(&t->forward);
     td_model_destroy(t->model);
     td_device_close(t->device);
-    for (int g = 0; g < TD_KV_N_GROUPS; g++) free(t->pools[g]);
+    for (uint32_t r = 0; r < TD_MAX_RANKS; r++)
+        for (int g = 0; g < TD_KV_N_GROUPS; g++) free(t->pools[r][g]);
 }
 
 void tiny_seq_open(struct tiny *t, struct tiny_seq *s, uint32_t max_tokens)
@@ -98,8 +106,10 @@ struct td_segment tiny_next(struct tiny *t, struct tiny_seq *s, const uint32_t *
 void tiny_run(struct tiny *t, struct td_segment *segments, uint32_t n)
 {
     struct td_batch b = {.segments = segments, .n_segments = n};
-    assert_int_equal(td_forward_check(&t->forward, &b), TD_OK);
-    assert_int_equal(td_forward_run(&t->forward, &b, NULL, NULL), TD_OK);
+    struct td_forward *f = t->ranks != NULL ? td_ranks_leader(t->ranks) : &t->forward;
+    assert_int_equal(td_forward_check(f, &b), TD_OK);
+    assert_int_equal(t->ranks != NULL ? td_ranks_run(t->ranks, &b, NULL, NULL) : td_forward_run(f, &b, NULL, NULL),
+                     TD_OK);
 }
 
 uint32_t tiny_argmax(const float *x, uint32_t n)

@@ -3,7 +3,7 @@
 #ifndef TESTS_SUPPORT_TINY_MODEL_H
 #define TESTS_SUPPORT_TINY_MODEL_H
 
-#include "common/engine/forward.h"
+#include "common/engine/ranks.h"
 
 #define TINY_DIR     "tests/tiny/tiny-model"
 #define TINY_GOLDENS "tests/tiny/goldens.json"
@@ -16,6 +16,7 @@ struct tiny_options {
     uint32_t max_tokens;       /* of all sequences together; 0: 8192 */
     uint32_t max_batch_tokens; /* 0: 4096 */
     uint32_t n_threads;        /* 0: 2 */
+    uint32_t tp, ep;           /* 0: 1 */
 };
 
 struct tiny {
@@ -23,8 +24,9 @@ struct tiny {
     struct td_model *model;
     const struct td_model_config *c;
     struct td_engine_options engine;
-    struct td_forward forward;
-    void *pools[TD_KV_N_GROUPS];
+    struct td_forward forward; /* with one rank */
+    struct td_ranks *ranks;    /* with more */
+    void *pools[TD_MAX_RANKS][TD_KV_N_GROUPS];
     uint32_t n_taken[TD_KV_N_GROUPS];
 };
 
