@@ -2,6 +2,7 @@
 
 #include <inttypes.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "common/base/log.h"
 #include "common/base/mem.h"
@@ -73,11 +74,34 @@ struct td_xfer_handlers td_prefill_send_handlers(void)
 
 struct td_tx *td_prefill_send_tx(const struct td_prefill_send *ps) { return ps->tx; }
 
+/* What a descriptor says of its ranks, for the transfer and for the sender. */
+struct ranks {
+    struct td_xfer_remote pools[TD_MAX_RANKS * TD_KV_N_GROUPS];
+    struct td_tx_remote_layout remote;
+};
+
+static enum td_status read_ranks(const struct td_descriptor *d, struct ranks *out, struct td_err *err)
+{
+    td_peer_rank_layout(d, 0, out->remote.kv);
+    out->remote.n_ranks = d->n_ranks;
+    for (uint32_t r = 0; r < d->n_ranks; r++) {
+        const struct td_peer_rank *rank = &d->ranks[r], *first = &d->ranks[0];
+        /* One way leads to all pools, see common/worker/start.c. */
+        if (rank->n_address != first->n_address || memcmp(rank->address, first->address, rank->n_address) != 0)
+            return td_err_set(err, TD_E_MISMATCH, "ranks.worker_address differs: one for all ranks here, not there");
+        for (int g = 0; g < TD_KV_N_GROUPS; g++) {
+            out->pools[r * TD_KV_N_GROUPS + (uint32_t)g] = rank->pools[g];
+            if (rank->n_pages[g] < out->remote.kv[g].n_pages) out->remote.kv[g].n_pages = rank->n_pages[g];
+        }
+    }
+    return TD_OK;
+}
+
 enum td_status td_prefill_send_introduce(struct td_prefill_send *ps, uint64_t decode,
                                          const Tandem__V1__PeerDescriptor *m, struct td_err *err)
 {
     struct td_descriptor d;
-    struct td_tx_remote_layout remote;
+    struct ranks ranks;
     struct td_xfer_peer *peer;
     if (td_tx_peer(ps->tx, decode) != NULL) return TD_OK;
     if (m == NULL) return td_err_set(err, TD_E_UNKNOWN_PEER, "decode worker %016" PRIx64 " is not known here", decode);
@@ -88,23 +112,22 @@ enum td_status td_prefill_send_introduce(struct td_prefill_send *ps, uint64_t de
                           "descriptor.incarnation %016" PRIx64 " is not that of the target, %016" PRIx64, d.incarnation,
                           decode);
     st = td_peer_layout_check(&ps->o.layout, &d.layout, err);
-    if (st == TD_OK && d.n_ranks != 1)
-        st = td_err_set(err, TD_E_MISMATCH, "ranks differs: 1 here, %u there", d.n_ranks);
+    if (st == TD_OK) st = read_ranks(&d, &ranks, err);
     if (st != TD_OK) {
         TD_WARN("decode_worker_refused", "decode=%016" PRIx64 " name=%s %s", decode, d.name, err->text);
         return st;
     }
-    td_peer_rank_layout(&d, 0, remote.kv);
     const struct td_peer_rank *r = &d.ranks[0];
-    st = ps->o.xfer->peer_open(ps->x, decode, r->address, r->n_address, r->pools, TD_KV_N_GROUPS, &peer, err);
+    st = ps->o.xfer->peer_open(ps->x, decode, r->address, r->n_address, ranks.pools, d.n_ranks * TD_KV_N_GROUPS, &peer,
+                               err);
     if (st != TD_OK) return td_err_prefix(err, st, "decode worker %s", d.name);
-    st = td_tx_add_peer(ps->tx, decode, peer, &remote);
+    st = td_tx_add_peer(ps->tx, decode, peer, &ranks.remote);
     if (st != TD_OK) {
         ps->o.xfer->peer_close(peer);
         return td_err_set(err, st, "no memory for decode worker %s", d.name);
     }
-    TD_INFO("decode_worker_known", "decode=%016" PRIx64 " name=%s sliding_pages=%u full_pages=%u", decode, d.name,
-            r->n_pages[TD_KV_SLIDING], r->n_pages[TD_KV_FULL]);
+    TD_INFO("decode_worker_known", "decode=%016" PRIx64 " name=%s ranks=%u sliding_pages=%u full_pages=%u", decode,
+            d.name, d.n_ranks, ranks.remote.kv[TD_KV_SLIDING].n_pages, ranks.remote.kv[TD_KV_FULL].n_pages);
     return TD_OK;
 }
 

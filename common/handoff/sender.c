@@ -42,13 +42,14 @@ static const char *const outcome_names[] = {
 #undef X
 };
 
-/* A range of blocks of one layer: waiting to be posted, then in flight. */
+/* A range of blocks of one layer: waiting to be posted for all target ranks, then in flight to one of them. */
 struct put {
     struct td_xfer_req req;
     struct td_list link;
     struct td_tx_send *send;
     enum td_kv_group group;
     uint32_t layer, first, end; /* blocks */
+    uint32_t rank;              /* in flight: the target's */
     uint64_t n_bytes;
 };
 
@@ -97,31 +98,56 @@ static void close_with(struct td_tx_send *s, enum tx_outcome outcome, enum td_st
     td_tx_later(s->tx, &s->later);
 }
 
+/* Of all ranks together. */
 static uint64_t page_bytes(const struct td_tx_send *s, enum td_kv_group g)
 {
-    return td_kv_page_bytes(&s->tx->src.kv[g]);
+    return td_kv_page_bytes(&s->tx->src.kv[g]) * s->tx->src.n_ranks;
 }
 
-/* Posts p, whose range is small enough. */
-static enum td_status put_post(struct td_tx_send *s, struct put *p)
+/* Posts blocks [first, end) of a waiting range to one target rank, from every source rank that has heads of its. */
+static enum td_status post_to_rank(struct td_tx_send *s, const struct put *range, uint32_t first, uint32_t end,
+                                   uint32_t rank)
 {
     struct td_tx *tx = s->tx;
-    uint32_t n = p->end - p->first, at = p->first - s->dst[p->group].first_block;
-    if (n > tx->n_segs_max) {
-        struct td_xfer_seg *segs = td_realloc(tx->segs, n, sizeof *segs);
+    enum td_kv_group g = range->group;
+    const struct td_kv_group_layout *src = &tx->src.kv[g], *dst = &s->path->remote.kv[g];
+    struct td_tx_geometry geo = {.src = src, .dst = dst, .dst_first_head = rank * dst->n_heads};
+    uint32_t n = end - first, at = first - s->dst[g].first_block, n_segs = 0;
+    uint32_t first_source = geo.dst_first_head / src->n_heads;
+    uint32_t n_sources = (geo.dst_first_head + dst->n_heads - 1) / src->n_heads - first_source + 1;
+    if (n * n_sources > tx->n_segs_max) {
+        struct td_xfer_seg *segs = td_realloc(tx->segs, (size_t)n * n_sources, sizeof *segs);
         if (segs == NULL) return TD_E_NO_MEMORY;
         tx->segs = segs;
-        tx->n_segs_max = n;
+        tx->n_segs_max = n * n_sources;
     }
-    struct td_tx_geometry geo = {
-        .src = &tx->src.kv[p->group],
-        .dst = &s->path->remote.kv[p->group],
-        .src_base = tx->src.base[p->group],
-    };
-    uint32_t n_segs = td_tx_segments(&geo, p->layer, s->src_pages[p->group] + at, s->dst_pages[p->group] + at, n,
-                                     tx->segs, &p->n_bytes);
+    struct put *p = put_take(tx);
+    if (p == NULL) return TD_E_NO_MEMORY;
+    p->send = s;
+    p->group = g;
+    p->layer = range->layer;
+    p->first = first;
+    p->end = end;
+    p->rank = rank;
+    for (uint32_t i = first_source; i < first_source + n_sources; i++) {
+        uint64_t n_bytes;
+        geo.src_base = tx->src.base[i][g];
+        geo.src_first_head = i * src->n_heads;
+        n_segs += td_tx_segments(&geo, range->layer, s->src_pages[g] + at, s->dst_pages[g] + at, n, tx->segs + n_segs,
+                                 &n_bytes);
+        p->n_bytes += n_bytes;
+    }
     s->is_touched = true;
-    return tx->ports.xfer->put(s->path->xp, (unsigned)p->group, tx->segs, n_segs, &p->req);
+    enum td_status st =
+        tx->ports.xfer->put(s->path->xp, rank * TD_KV_N_GROUPS + (unsigned)g, tx->segs, n_segs, &p->req);
+    if (st != TD_OK) {
+        put_give(tx, p);
+        return st;
+    }
+    td_list_push_back(&tx->flying_puts, &p->link);
+    s->n_in_flight++;
+    s->bytes_in_flight += p->n_bytes;
+    return TD_OK;
 }
 
 /* As many waiting puts as the window lets through. */
@@ -134,32 +160,18 @@ static void post_waiting(struct td_tx_send *s)
         if (n_fit == 0) n_fit = 1;
         uint64_t n = p->end - p->first < n_fit ? p->end - p->first : n_fit;
         if (s->n_in_flight > 0 && s->bytes_in_flight + n * page > tx->window_bytes) return;
-        if (n < p->end - p->first) { /* the first part goes, the rest waits on */
-            struct put *part = put_take(tx);
-            if (part == NULL) {
-                close_with(s, OUT_ABORTED, TD_E_NO_MEMORY);
-                return;
-            }
-            part->send = s;
-            part->group = p->group;
-            part->layer = p->layer;
-            part->first = p->first;
-            part->end = p->first + (uint32_t)n;
-            p->first = part->end;
-            p = part;
-        } else {
-            td_list_remove(&p->link);
-        }
+        uint32_t first = p->first, end = first + (uint32_t)n;
         s->bytes_waiting -= n * page;
-        enum td_status st = put_post(s, p);
+        enum td_status st = TD_OK;
+        for (uint32_t r = 0; r < s->path->remote.n_ranks && st == TD_OK; r++) st = post_to_rank(s, p, first, end, r);
         if (st != TD_OK) {
-            put_give(tx, p);
             close_with(s, st == TD_E_PEER_LOST ? OUT_LOST : OUT_ABORTED, st);
             return;
         }
-        td_list_push_back(&tx->flying_puts, &p->link);
-        s->n_in_flight++;
-        s->bytes_in_flight += p->n_bytes;
+        p->first = end; /* the rest waits on */
+        if (p->first < p->end) continue;
+        td_list_remove(&p->link);
+        put_give(tx, p);
     }
 }
 
@@ -170,10 +182,12 @@ static void put_done(struct td_xfer_req *req, enum td_status st)
     td_list_remove(&p->link);
     s->n_in_flight--;
     s->bytes_in_flight -= p->n_bytes;
-    if (st == TD_OK)
+    if (st == TD_OK) {
         s->bytes_done += p->n_bytes;
-    else
+        s->rank_bytes[p->rank] += p->n_bytes;
+    } else {
         close_with(s, st == TD_E_PEER_LOST ? OUT_LOST : OUT_ABORTED, st);
+    }
     put_give(s->tx, p);
     advance(s);
 }
@@ -210,8 +224,8 @@ static void conclude(struct td_tx_send *s)
     switch (s->outcome) {
     case OUT_COMPLETE:
         m.first_token = s->first_token;
-        m.n_ranks = 1;
-        m.kv_bytes[0] = s->bytes_done;
+        m.n_ranks = s->path->remote.n_ranks;
+        memcpy(m.kv_bytes, s->rank_bytes, sizeof m.kv_bytes);
         /* Not sent: the receiver will ask to stop, so the Run must not be reported as done. */
         st = td_tx_tell(s->tx, s->path, TD_WIRE_COMPLETE, &m);
         break;

@@ -1,5 +1,6 @@
 /* The prefill worker's end of KV hand-offs: puts the pages of each layer as soon as the layer is computed, flushes,
- * completes. The protocol is told at the top of receiver.c. Pure apart from its ports; loop thread only. */
+ * completes. Either end may have any number of ranks: each source rank's heads go to the target ranks that have them.
+ * The protocol is told at the top of receiver.c. Pure apart from its ports; loop thread only. */
 #ifndef TD_HANDOFF_SENDER_H
 #define TD_HANDOFF_SENDER_H
 
@@ -23,12 +24,16 @@ struct td_tx_ports {
     void (*ended)(void *self, struct td_tx_send *s, enum td_status st, uint64_t kv_bytes);
 };
 
-struct td_tx_source { /* where the KV lies here */
-    struct td_kv_group_layout kv[TD_KV_N_GROUPS];
-    const uint8_t *base[TD_KV_N_GROUPS];
+/* KV heads are divided evenly: rank r of n has heads [r H / n, (r + 1) H / n) of the model's H. A page has the same
+ * number on all ranks. */
+struct td_tx_source {                             /* where the KV lies here */
+    struct td_kv_group_layout kv[TD_KV_N_GROUPS]; /* of a rank */
+    uint32_t n_ranks;
+    const uint8_t *base[TD_MAX_RANKS][TD_KV_N_GROUPS];
 };
-struct td_tx_remote_layout { /* where it goes */
-    struct td_kv_group_layout kv[TD_KV_N_GROUPS];
+struct td_tx_remote_layout { /* where it goes; pool of group g of rank r: r * TD_KV_N_GROUPS + g of the peer's */
+    struct td_kv_group_layout kv[TD_KV_N_GROUPS]; /* of a rank */
+    uint32_t n_ranks;
 };
 /* pages[i] is block first_block + i. Source covers at least the blocks of the target; a source block that is not known
  * yet may be UINT32_MAX until td_tx_set_source. */

@@ -57,6 +57,7 @@ struct td_tx_send {
     uint32_t first_token;
     uint32_t n_in_flight;
     uint64_t bytes_in_flight, bytes_waiting, bytes_done;
+    uint64_t rank_bytes[TD_MAX_RANKS]; /* of bytes_done: put into each target rank */
     uint64_t blocks_left; /* over all layers: not yet ready */
     uint64_t begun_ns, finish_ns;
     struct td_list waiting; /* puts not yet posted */

@@ -161,6 +161,21 @@ static void describe_transfer(const struct td_worker *w, struct td_buf *out)
                   x.n_dropped_messages, x.n_peers_lost);
 }
 
+static void describe_ranks(const struct td_worker *w, struct td_buf *out)
+{
+    td_buf_str(out, "[");
+    for (uint32_t r = 0; r < td_model_n_ranks(w->model); r++) {
+        uint64_t sharded, replicated, kv_bytes = 0;
+        td_model_rank_bytes(w->model, r, &sharded, &replicated);
+        for (int g = 0; g < TD_KV_N_GROUPS; g++) kv_bytes += td_kv_pool_bytes(&w->kv_layout[g]);
+        td_buf_printf(out,
+                      "%s{\"rank\":%u,\"weight_bytes\":%" PRIu64 ",\"sharded_weight_bytes\":%" PRIu64
+                      ",\"replicated_weight_bytes\":%" PRIu64 ",\"kv_bytes\":%" PRIu64 "}",
+                      r == 0 ? "" : ",", r, sharded + replicated, sharded, replicated, kv_bytes);
+    }
+    td_buf_str(out, "]");
+}
+
 void td_worker_describe(void *user, struct td_buf *out)
 {
     struct td_worker *w = user;
@@ -174,6 +189,8 @@ void td_worker_describe(void *user, struct td_buf *out)
                   ",\"max_context_tokens\":%u,\"engine\":{\"step_age_ms\":%" PRIu64 "}",
                   td_model_fingerprint(w->model), td_model_weight_bytes(w->model), w->max_context_tokens,
                   td_engine_step_age_ns(w->engine) / TD_NS_PER_MS);
+    td_buf_str(out, ",\"ranks\":");
+    describe_ranks(w, out);
     td_buf_str(out, ",\"kv\":");
     td_kv_pages_describe(w->kv, out);
     w->role->describe(w->self, out);

@@ -19,7 +19,9 @@ static enum td_status check_config(const struct td_config *c, struct td_err *err
 {
     if (strcmp(c->device, "cpu") != 0 && strcmp(c->device, "cuda") != 0)
         return td_err_set(err, TD_E_BAD_CONFIG, "--device: \"%s\" is not cpu or cuda", c->device);
-    if (c->tp != 1) return td_err_set(err, TD_E_BAD_CONFIG, "--tp: %u ranks are not supported yet (1 is)", c->tp);
+    if (c->tp != 1 && strcmp(c->device, "cpu") != 0)
+        return td_err_set(err, TD_E_BAD_CONFIG,
+                          "--tp: %u ranks need --device cpu (collectives between GPUs are missing)", c->tp);
     if (strcmp(c->load_format, "safetensors") != 0 && strcmp(c->load_format, "dummy") != 0)
         return td_err_set(err, TD_E_BAD_CONFIG, "--load-format: \"%s\" is not safetensors or dummy", c->load_format);
     if (c->router[0] != '\0' && strchr(c->router, ':') == NULL)
@@ -50,10 +52,13 @@ enum td_config_result td_worker_configure(struct td_worker *w, const struct td_w
 
 enum td_status td_worker_load_model(struct td_worker *w, struct td_err *err)
 {
-    struct td_model_options o = {
-        .use_dummy_weights = strcmp(w->cfg.load_format, "dummy") == 0, .dummy_seed = 1, .tp = w->cfg.tp, .rank = 0};
+    struct td_model_options o = {.use_dummy_weights = strcmp(w->cfg.load_format, "dummy") == 0,
+                                 .dummy_seed = 1,
+                                 .tp = w->cfg.tp,
+                                 .ep = w->cfg.ep};
     uint64_t begun = td_clock_ns();
     enum td_status st = td_model_load(w->cfg.model, &o, &w->model, err);
+    if (st == TD_E_BAD_CONFIG) return st; /* names --tp or --ep itself */
     if (st != TD_OK) return td_err_prefix(err, st, "--model");
     TD_INFO("model_loaded", "model=%s bytes=%" PRIu64 " ms=%" PRIu64 " fingerprint=%s", w->cfg.model_name,
             td_model_weight_bytes(w->model), (td_clock_ns() - begun) / TD_NS_PER_MS, td_model_fingerprint(w->model));
@@ -90,12 +95,14 @@ enum td_status td_worker_lay_out_kv(struct td_worker *w, uint32_t n_sliding, str
     for (int g = 0; g < TD_KV_N_GROUPS; g++)
         w->kv_layout[g] = (struct td_kv_group_layout){
             .n_layers = c->n_group_layers[g],
-            .n_heads = c->n_kv_heads / w->cfg.tp,
+            .n_heads = c->n_kv_heads,
             .head_dim = c->head_dim,
             .page_tokens = w->cfg.kv_page_tokens,
             .dtype = dtype,
         };
+    /* --kv-bytes is the worker's, shared by its ranks: the number of pages is the same for every --tp. */
     enum td_status st = td_kv_split(w->cfg.kv_bytes, n_sliding, w->kv_layout, err);
+    for (int g = 0; g < TD_KV_N_GROUPS; g++) w->kv_layout[g].n_heads /= w->cfg.tp;
     if (st == TD_OK) st = choose_context(w, err);
     if (st != TD_OK) return st;
     td_peer_layout_of(c, td_model_fingerprint(w->model), c->is_mxfp4 ? "mxfp4" : "bf16", w->kv_layout,
@@ -113,13 +120,17 @@ enum td_status td_worker_open_transfer(struct td_worker *w, const struct td_xfer
                                        struct td_err *err)
 {
     w->xfer_ops = &td_xfer_ucx;
+    /* One transfer for all ranks, with a pool a rank and group: one flush then covers a hand-off and one COMPLETE tells
+     * of it, peers come and go once, and a processor that the ranks share has one thread more instead of eight. Ranks
+     * with a GPU each will want a transfer each; descriptors have an address a rank for that day. */
     struct td_xfer_options o = {.transport = w->xfer_ops->name,
                                 .incarnation = w->incarnation,
                                 .tls = w->cfg.ucx_tls,
                                 .keepalive_ms = w->cfg.xfer_keepalive};
     enum td_status st = w->xfer_ops->open(w->loop, &o, h, user, &w->xfer, err);
-    for (int g = 0; st == TD_OK && g < TD_KV_N_GROUPS; g++)
-        st = w->xfer_ops->pool_create(w->xfer, td_kv_pool_bytes(&w->kv_layout[g]), &w->pools[g], err);
+    for (uint32_t r = 0; r < w->cfg.tp; r++)
+        for (int g = 0; st == TD_OK && g < TD_KV_N_GROUPS; g++)
+            st = w->xfer_ops->pool_create(w->xfer, td_kv_pool_bytes(&w->kv_layout[g]), &w->pools[r][g], err);
     return st;
 }
 
@@ -135,7 +146,7 @@ enum td_status td_worker_create_engine(struct td_worker *w, uint32_t max_tokens,
     };
     for (int g = 0; g < TD_KV_N_GROUPS; g++) {
         o.kv[g] = w->kv_layout[g];
-        o.kv_base[g] = w->xfer_ops->pool_base(w->pools[g]);
+        for (uint32_t r = 0; r < w->cfg.tp; r++) td_engine_kv_base(&o, r)[g] = w->xfer_ops->pool_base(w->pools[r][g]);
     }
     return td_engine_create(w->model, &o, w->loop, h, user, &w->engine, err);
 }
@@ -196,13 +207,15 @@ static void describe_to_peers(struct td_worker *w)
     struct td_descriptor *out = &w->descriptor;
     out->incarnation = w->incarnation;
     snprintf(out->name, sizeof out->name, "%.*s", (int)sizeof out->name - 1, w->cfg.name);
-    out->n_ranks = 1;
-    struct td_peer_rank *rank = &out->ranks[0];
-    rank->address = w->xfer_ops->address(w->xfer, &rank->n_address);
-    for (int g = 0; g < TD_KV_N_GROUPS; g++) {
-        rank->n_pages[g] = w->kv_layout[g].n_pages;
-        rank->pools[g].base = (uint64_t)(uintptr_t)w->xfer_ops->pool_base(w->pools[g]);
-        rank->pools[g].key = w->xfer_ops->pool_key(w->pools[g], &rank->pools[g].n_key);
+    out->n_ranks = w->cfg.tp;
+    for (uint32_t r = 0; r < out->n_ranks; r++) {
+        struct td_peer_rank *rank = &out->ranks[r];
+        rank->address = w->xfer_ops->address(w->xfer, &rank->n_address);
+        for (int g = 0; g < TD_KV_N_GROUPS; g++) {
+            rank->n_pages[g] = w->kv_layout[g].n_pages;
+            rank->pools[g].base = (uint64_t)(uintptr_t)w->xfer_ops->pool_base(w->pools[r][g]);
+            rank->pools[g].key = w->xfer_ops->pool_key(w->pools[r][g], &rank->pools[g].n_key);
+        }
     }
 }
 

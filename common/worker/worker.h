@@ -48,7 +48,7 @@ struct td_worker {
     struct td_kv_pages *kv;
     const struct td_xfer_ops *xfer_ops;
     struct td_xfer *xfer;
-    struct td_xfer_pool *pools[TD_KV_N_GROUPS];
+    struct td_xfer_pool *pools[TD_MAX_RANKS][TD_KV_N_GROUPS];
     struct td_descriptor descriptor; /* its layout is set by td_worker_lay_out_kv, the rest by td_worker_listen */
     struct td_engine *engine;
     struct td_rpc_method methods[4];

@@ -48,7 +48,7 @@ struct member {
 
 struct up {
     const char *model, *model_name, *device, *run_dir, *bin_dir, *rpc_address, *http_address, *log_level;
-    uint32_t n_prefill, n_decode, prefill_tp, decode_tp, drain_timeout_ms, ready_timeout_s;
+    uint32_t n_prefill, n_decode, prefill_tp, decode_tp, prefill_ep, decode_ep, drain_timeout_ms, ready_timeout_s;
     struct td_option_list flags[3];
     struct td_supervisor s;
     struct member members[1 + 2 * MAX_WORKERS];
@@ -103,6 +103,7 @@ static void build_argv(struct up *u, struct member *m, const char *router_rpc, c
         add_flag(m, "router", router_rpc);
         add_flag(m, "device", u->device);
         add_number(m, "tp", m->role == PREFILL ? u->prefill_tp : u->decode_tp);
+        add_number(m, "ep", m->role == PREFILL ? u->prefill_ep : u->decode_ep);
     }
     const struct td_option_list *more = &u->flags[m->role];
     for (unsigned i = 0; i < more->n; i++) add_arg(m, more->items[i]);
@@ -388,7 +389,7 @@ static int up_main(int argc, char **argv)
     u.run_dir = TD_DEFAULT_RUN_DIR;
     u.bin_dir = own_folder(exe, sizeof exe);
     u.rpc_address = u.http_address = "127.0.0.1:0";
-    u.n_prefill = u.n_decode = u.prefill_tp = u.decode_tp = 1;
+    u.n_prefill = u.n_decode = u.prefill_tp = u.decode_tp = u.prefill_ep = u.decode_ep = 1;
     u.drain_timeout_ms = 30000;
     u.ready_timeout_s = 600;
     u.lock_fd = u.s.signal_fd = -1;
@@ -400,6 +401,10 @@ static int up_main(int argc, char **argv)
         {"decode", TD_OPTION_U32, &u.n_decode, "N", "decode workers", 1, MAX_WORKERS, NULL},
         {"prefill-tp", TD_OPTION_U32, &u.prefill_tp, "N", "tensor-parallel ranks in each prefill worker", 1, 8, NULL},
         {"decode-tp", TD_OPTION_U32, &u.decode_tp, "N", "tensor-parallel ranks in each decode worker", 1, 8, NULL},
+        {"prefill-ep", TD_OPTION_U32, &u.prefill_ep, "N", "1: slices of experts a rank; that --prefill-tp: whole ones",
+         1, 8, NULL},
+        {"decode-ep", TD_OPTION_U32, &u.decode_ep, "N", "1: slices of experts a rank; that --decode-tp: whole ones", 1,
+         8, NULL},
         {"device", TD_OPTION_STR, &u.device, "cpu|cuda", "where workers compute", 0, 0, NULL},
         {"run-dir", TD_OPTION_STR, &u.run_dir, "DIR", "logs, addresses and cluster.json", 0, 0, NULL},
         {"rpc-address", TD_OPTION_STR, &u.rpc_address, "HOST:PORT", "the router's gRPC; port 0 picks a free one", 0, 0,

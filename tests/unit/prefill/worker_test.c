@@ -95,8 +95,9 @@ static int make(void **state)
         .env = &t->pair->env, .xfer = &fake_xfer, .incarnation = t->pair->p_inc, .self = t, .ended = on_ended};
     td_peer_layout_of(&t->model, "f1n6e4", "bf16", kv, &so.layout);
     memcpy(so.source.kv, kv, sizeof kv);
-    so.source.base[0] = t->pair->src[0];
-    so.source.base[1] = t->pair->src[1];
+    so.source.n_ranks = 1;
+    so.source.base[0][0] = t->pair->src[0];
+    so.source.base[0][1] = t->pair->src[1];
     assert_int_equal(td_prefill_send_create(&t->send), TD_OK);
     assert_int_equal(td_prefill_send_start(t->send, &t->x, &so), TD_OK);
     t->pair->tx = td_prefill_send_tx(t->send);

@@ -115,7 +115,7 @@ static void start_p(struct net *n, uint64_t inc)
     size_t n_address;
     open_x(n, inc, &h, &n->px);
     struct td_tx_ports ports = {&n->w->env, n, &td_xfer_memory, n->px, p_ended};
-    struct td_tx_source src = {.base = {n->w->src[0], n->w->src[1]}};
+    struct td_tx_source src = {.n_ranks = 1, .base = {{n->w->src[0], n->w->src[1]}}};
     memcpy(src.kv, n->w->src_layout, sizeof src.kv);
     assert_int_equal(td_tx_create(&ports, &src, inc, &n->w->tx), TD_OK);
     td_tx_set_window(n->w->tx, (1 + draw(n->w) % 8) * 64, (1 + draw(n->w) % 3) * 64);
@@ -133,7 +133,7 @@ static void start_p(struct net *n, uint64_t inc)
 static void introduce(struct net *n)
 {
     struct td_xfer_remote pools[TD_KV_N_GROUPS];
-    struct td_tx_remote_layout remote;
+    struct td_tx_remote_layout remote = {.n_ranks = 1};
     struct td_xfer_peer *peer;
     struct td_err err;
     size_t n_address;

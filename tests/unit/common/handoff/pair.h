@@ -421,7 +421,7 @@ static inline void pair_start_sender(struct pair *w, uint64_t incarnation)
     static struct td_xfer x;
     x.pair = w;
     struct td_tx_ports ports = {.env = &w->env, .self = w, .xfer = &fake_xfer, .x = &x, .ended = tx_ended};
-    struct td_tx_source src = {.base = {w->src[0], w->src[1]}};
+    struct td_tx_source src = {.n_ranks = 1, .base = {{w->src[0], w->src[1]}}};
     memcpy(src.kv, w->src_layout, sizeof src.kv);
     w->p_inc = incarnation;
     assert_int_equal(td_tx_create(&ports, &src, incarnation, &w->tx), TD_OK);
@@ -430,7 +430,7 @@ static inline void pair_start_sender(struct pair *w, uint64_t incarnation)
 static inline void pair_introduce(struct pair *w)
 {
     struct td_xfer_peer *peer = fake_peer(w);
-    struct td_tx_remote_layout remote;
+    struct td_tx_remote_layout remote = {.n_ranks = 1};
     memcpy(remote.kv, w->layout, sizeof remote.kv);
     assert_int_equal(td_tx_add_peer(w->tx, D_INC, peer, &remote), TD_OK);
 }
