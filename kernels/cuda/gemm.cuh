@@ -1,5 +1,6 @@
-/* Y = X W^T for many rows, bf16 in, f32 sums: tiles of 128 rows by BN columns. A producer warp streams boxes of X and W
- * through a ring of stages with the copy engine; two warpgroups multiply 64 rows each. Every output is one chain over k in
+/* Y = X W^T for many rows, bf16 in, f32 sums: tiles of BM rows by BN columns. A producer warp streams boxes of X and W
+ * through a ring of stages with the copy engine; warpgroups multiply 64 rows each. For few rows, tiles of 32 columns: two
+ * thread blocks a multiprocessor, so that reading W keeps all of them busy. Every output is one chain over k in
  * steps of 16, whatever the tile: rows do not depend on their company.
  *
  * Grouped: a list of tiles, each some rows of one expert, whose matrix lies `expert` times w_rows further down. */
@@ -9,9 +10,8 @@
 #include "kernels/cuda/epilogue.cuh"
 #include "kernels/cuda/mma.cuh"
 
-#define GEMM_BM      128
-#define GEMM_BK      64
-#define GEMM_THREADS 384
+#define GEMM_BM 128 /* of grouped tiles */
+#define GEMM_BK 64
 
 struct gemm_tile {
     uint32_t expert, first, n; /* rows first .. first + n - 1 of X; n 0: nothing */
@@ -26,25 +26,28 @@ struct gemm_shape {
     uint32_t x_box; /* rows of X in a box: fewer than GEMM_BM where there are fewer, since rows outside cost time */
 };
 
-template <int BN, int STAGES> struct gemm_smem {
-    alignas(1024) uint8_t x[STAGES][GEMM_BM * GEMM_BK * 2];
+template <int BM, int BN, int STAGES> struct gemm_smem {
+    alignas(1024) uint8_t x[STAGES][BM * GEMM_BK * 2];
     alignas(1024) uint8_t w[STAGES][BN * GEMM_BK * 2];
     uint64_t full[STAGES], empty[STAGES];
 };
 
-template <int BN, int STAGES, class Epilogue>
-static __global__ void __launch_bounds__(GEMM_THREADS, 1)
+template <int BM, int BN, int STAGES, class Epilogue>
+static __global__ void __launch_bounds__(128 + BM * 2, BN == 32 ? 2 : 1)
     gemm(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, const gemm_shape g,
          const Epilogue store)
 {
     extern __shared__ uint8_t raw[];
-    auto &sm = *reinterpret_cast<gemm_smem<BN, STAGES> *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~(uintptr_t)1023);
+    auto &sm = *reinterpret_cast<gemm_smem<BM, BN, STAGES> *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~(uintptr_t)1023);
     /* Blocks that run together share rows and columns: groups of 16 row tiles, columns inside. */
     const uint32_t group = 16, per_group = group * g.n_col_tiles, in = blockIdx.x % per_group;
     const uint32_t first_tile = blockIdx.x / per_group * group, n_in = min(group, g.n_row_tiles - first_tile);
     const uint32_t row_tile = first_tile + in % n_in, col = in / n_in * BN;
     let_next();
-    gemm_tile tile = {0, row_tile * GEMM_BM, g.n_rows - row_tile * GEMM_BM};
+    /* A tile of 32 columns has 16 of each half of a head, where those are the pairs. */
+    constexpr bool is_split = BN == 32 && Epilogue::pairs == PAIRS_HEAD;
+    const uint32_t first_col = is_split ? col / 64 * 64 + col % 64 / 2 : col;
+    gemm_tile tile = {0, row_tile * BM, g.n_rows - row_tile * BM};
     if (g.tiles != nullptr) {
         before();
         tile = g.tiles[row_tile];
@@ -55,7 +58,7 @@ static __global__ void __launch_bounds__(GEMM_THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(&sm.full[i], 1);
-            barrier_init(&sm.empty[i], 2);
+            barrier_init(&sm.empty[i], BM / 64);
         }
         barrier_init_fence();
         map_prefetch(&x_map);
@@ -64,13 +67,18 @@ static __global__ void __launch_bounds__(GEMM_THREADS, 1)
     __syncthreads();
 
     if (threadIdx.x < 128) {
-        regs_less<40>();
+        if constexpr (BN != 32) regs_less<40>();
         if (threadIdx.x == 0) {
-            const int w_row = (int)(tile.expert * g.w_rows + g.w_begin + col);
+            const int w_row = (int)(tile.expert * g.w_rows + g.w_begin + first_col);
+            auto copy_w = [&](uint32_t st, uint32_t step) {
+                copy_box_2d(sm.w[st], &w_map, &sm.full[st], (int)(step * GEMM_BK), w_row);
+                if (is_split)
+                    copy_box_2d(sm.w[st] + 16 * 128, &w_map, &sm.full[st], (int)(step * GEMM_BK), w_row + 32);
+            };
             const uint32_t bytes = (g.x_box + BN) * GEMM_BK * 2, n_early = min(n_steps, (uint32_t)STAGES);
             for (uint32_t i = 0; i < n_early; i++) { /* W is nobody's output */
                 barrier_expect(&sm.full[i], bytes);
-                copy_box_2d(sm.w[i], &w_map, &sm.full[i], (int)(i * GEMM_BK), w_row);
+                copy_w(i, i);
             }
             before();
             for (uint32_t i = 0; i < n_early; i++)
@@ -80,12 +88,12 @@ static __global__ void __launch_bounds__(GEMM_THREADS, 1)
                 barrier_wait(&sm.empty[st], (round & 1) ^ 1);
                 barrier_expect(&sm.full[st], bytes);
                 copy_box_2d(sm.x[st], &x_map, &sm.full[st], (int)(i * GEMM_BK), (int)tile.first);
-                copy_box_2d(sm.w[st], &w_map, &sm.full[st], (int)(i * GEMM_BK), w_row);
+                copy_w(st, i);
             }
         }
         return;
     }
-    regs_more<232>();
+    if constexpr (BN != 32) regs_more<232>();
     const uint32_t wg = threadIdx.x / 128 - 1, lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
     float d[BN / 2];
 #pragma unroll
@@ -115,6 +123,11 @@ static __global__ void __launch_bounds__(GEMM_THREADS, 1)
         if constexpr (Epilogue::pairs == PAIRS_NEXT) {
 #pragma unroll
             for (int i = 0; i < BN / 8; i++) store(r, c + i * 8, d[4 * i + 2 * h], d[4 * i + 2 * h + 1], tile.expert);
+        } else if constexpr (is_split) {
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                store.two(r, first_col + lane % 4 * 2 + i * 8, make_float2(d[4 * i + 2 * h], d[4 * i + 2 * h + 1]),
+                          make_float2(d[4 * (i + 2) + 2 * h], d[4 * (i + 2) + 2 * h + 1]));
         } else {
 #pragma unroll
             for (int i = 0; i < BN / 8; i++) {
@@ -126,39 +139,42 @@ static __global__ void __launch_bounds__(GEMM_THREADS, 1)
     }
 }
 
-template <int BN, int STAGES, class Epilogue>
-static enum td_status gemm_start(const struct td_cuda_stream *s, const CUtensorMap *x_map, const void *w,
+template <int BM, int BN, int STAGES, class Epilogue>
+static enum td_status gemm_start(const struct td_cuda_stream *s, const void *x, uint64_t x_rows, const void *w,
                                  uint64_t w_rows_all, gemm_shape g, const Epilogue &store, const char *what)
 {
-    CUtensorMap w_map;
-    enum td_status st = td_cuda_map_rows(&w_map, w, w_rows_all, g.k, g.k, BN);
+    CUtensorMap x_map, w_map;
+    g.x_box = g.tiles != nullptr || g.n_rows >= BM ? BM : td_ceil_div(g.n_rows, 8) * 8;
+    enum td_status st = td_cuda_map_rows(&x_map, x, x_rows, g.k, g.k, g.x_box);
+    if (st == TD_OK)
+        st = td_cuda_map_rows(&w_map, w, w_rows_all, g.k, g.k, BN == 32 && Epilogue::pairs == PAIRS_HEAD ? 16 : BN);
     if (st != TD_OK) return st;
+    if (g.tiles == nullptr) g.n_row_tiles = td_ceil_div(g.n_rows, BM);
     g.n_col_tiles = td_ceil_div(g.n_cols, BN);
-    const int bytes = sizeof(gemm_smem<BN, STAGES>) + 1024;
-    auto kernel = gemm<BN, STAGES, Epilogue>;
+    const int bytes = sizeof(gemm_smem<BM, BN, STAGES>) + 1024;
+    auto kernel = gemm<BM, BN, STAGES, Epilogue>;
     cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (e != cudaSuccess) return td_cuda_status(e, what);
-    return td_cuda_status(
-        launch(kernel, g.n_row_tiles * g.n_col_tiles, GEMM_THREADS, bytes, s->s, *x_map, w_map, g, store), what);
+    if (e == cudaSuccess)
+        e = launch(kernel, g.n_row_tiles * g.n_col_tiles, 128 + BM * 2, bytes, s->s, x_map, w_map, g, store);
+    return td_cuda_status(e, what);
 }
 
-/* x [n_rows_all, k]; w: the first expert's matrix of w_rows_all rows in all. Narrow tiles where wide ones would leave
+/* x [x_rows, k]; w: the first expert's matrix, of w_rows_all rows in all. Narrow tiles where wide ones would leave
  * multiprocessors idle. */
 template <class Epilogue>
 static enum td_status gemm_run(const struct td_cuda_stream *s, const void *x, uint64_t x_rows, const void *w,
-                               uint64_t w_rows_all, gemm_shape g, const Epilogue &store, const char *what)
+                               uint64_t w_rows_all, const gemm_shape &g, const Epilogue &store, const char *what)
 {
     if (g.k % 8 != 0) return TD_E_UNSUPPORTED;
-    CUtensorMap x_map;
-    g.x_box = g.tiles != nullptr || g.n_rows >= GEMM_BM ? GEMM_BM : td_ceil_div(g.n_rows, 8) * 8;
-    enum td_status st = td_cuda_map_rows(&x_map, x, x_rows, g.k, g.k, g.x_box);
-    if (st != TD_OK) return st;
-    if (g.tiles == nullptr) g.n_row_tiles = td_ceil_div(g.n_rows, GEMM_BM);
-    uint32_t wide = g.n_row_tiles * td_ceil_div(g.n_cols, 256), sms = (uint32_t)s->n_sms;
-    if (wide >= 2 * sms) return gemm_start<256, 4>(s, &x_map, w, w_rows_all, g, store, what);
-    if (g.n_row_tiles * td_ceil_div(g.n_cols, 128) >= sms)
-        return gemm_start<128, 6>(s, &x_map, w, w_rows_all, g, store, what);
-    return gemm_start<64, 8>(s, &x_map, w, w_rows_all, g, store, what);
+    uint32_t sms = (uint32_t)s->n_sms, n_tiles = g.tiles != nullptr ? g.n_row_tiles : td_ceil_div(g.n_rows, GEMM_BM);
+    /* Measured: with k 4,096 (the output projection) 64 columns are faster. */
+    if (g.tiles == nullptr && g.n_rows <= 64 && g.k < 4096 && td_ceil_div(g.n_cols, 32) <= 2 * sms)
+        return gemm_start<64, 32, 8>(s, x, x_rows, w, w_rows_all, g, store, what);
+    if (n_tiles * td_ceil_div(g.n_cols, 256) >= 2 * sms)
+        return gemm_start<128, 256, 4>(s, x, x_rows, w, w_rows_all, g, store, what);
+    if (n_tiles * td_ceil_div(g.n_cols, 128) >= sms)
+        return gemm_start<128, 128, 6>(s, x, x_rows, w, w_rows_all, g, store, what);
+    return gemm_start<128, 64, 8>(s, x, x_rows, w, w_rows_all, g, store, what);
 }
 
 #endif

@@ -227,7 +227,11 @@ struct moe_shape {
     int is_skewed;                                            /* every row to the same experts */
 };
 
-static void check_moe(struct pair *p, struct moe_shape m)
+enum moe_trap { NO_MOE_TRAP, NO_CLAMP, CLAMP_LATE, ALPHA_ONE, BIAS_NONE, ROUTER_BIAS_NONE, N_MOE_TRAPS };
+static const char *const moe_trap_names[N_MOE_TRAPS] = {
+    "", "no clamp", "clamp at 8", "sigmoid without 1.702", "no bias of gate and up", "no bias of the router"};
+
+static void check_moe(struct pair *p, struct moe_shape m, enum moe_trap trap)
 {
     char what[128];
     enum { K = 4, MAX_E = 128 };
@@ -243,7 +247,8 @@ static void check_moe(struct pair *p, struct moe_shape m)
     /* Experts in one run of memory, as the loader lays them out: one packed matrix of all their rows. */
     uint32_t n_here = m.n_experts - m.absent;
     struct td_weight all_up, g_all_up, all_down, g_all_down;
-    pair_weight(p, n_here * 2 * m.intermediate, m.hidden, TD_ROWS_GATE_UP, 1, 0.05f, &all_up, &g_all_up);
+    pair_weight(p, n_here * 2 * m.intermediate, m.hidden, TD_ROWS_GATE_UP, 1, m.hidden < 1000 ? 0.25f : 0.08f, &all_up,
+                &g_all_up);
     pair_weight(p, n_here * m.hidden, m.intermediate, TD_ROWS_PLAIN, 0, 0.05f, &all_down, &g_all_down);
     size_t up_step, down_step,
         cpu_up_bytes = td_device_packed_bytes(p->cpu, 2 * m.intermediate, m.hidden, TD_ROWS_GATE_UP, &up_step);
@@ -288,7 +293,18 @@ static void check_moe(struct pair *p, struct moe_shape m)
     g.x = (float *)(void *)x.gpu, g.router = g_router, g.gate_up = g_up, g.down = g_down;
     g.ids = (uint32_t *)(void *)ids.gpu, g.weights = (float *)(void *)weights.gpu, g.y = (float *)(void *)y.gpu;
     g.scratch = scratch.gpu;
-    if (m.absent == 0) {
+    float zeros[2 * MAX_E * 16] = {0};
+    if (trap == NO_CLAMP) g.limit = 1e30f;
+    if (trap == CLAMP_LATE) g.limit = 8;
+    if (trap == ALPHA_ONE) g.alpha = 1;
+    if (trap == ROUTER_BIAS_NONE)
+        td_device_upload(p->gpu, (void *)(uintptr_t)g_router.bias, zeros, m.n_experts * sizeof(float));
+    if (trap == BIAS_NONE)
+        td_device_upload(p->gpu, (void *)(uintptr_t)g_up[0].bias, zeros, 2 * m.intermediate * sizeof(float));
+    if (trap != NO_MOE_TRAP) {
+        pair_status(p, p->cpu_ops->moe(p->cpu_stream, &a), p->gpu_ops->moe(p->gpu_stream, &g), "moe");
+        pair_differs(p, &y, m.hidden, 5e-3, moe_trap_names[trap], "experts");
+    } else {
         pair_status(p, p->cpu_ops->moe(p->cpu_stream, &a), p->gpu_ops->moe(p->gpu_stream, &g), "moe");
         snprintf(what, sizeof what, "moe: %u rows, %u experts, %u -> %u%s", m.n_rows, m.n_experts, m.hidden,
                  m.intermediate, m.is_skewed ? ", skewed" : "");
@@ -305,8 +321,39 @@ struct seq {
     uint32_t start, n_rows; /* context is start + n_rows */
 };
 
-static double check_attention_of(struct pair *p, struct kv_shape k, uint32_t window, const struct seq *list, uint32_t n,
-                                 const char *name)
+/* Mistakes that a kernel could make, made through its arguments: the comparison must see each. */
+enum trap {
+    NO_TRAP,
+    WINDOW_MORE,
+    WINDOW_LESS,
+    WINDOW_NONE,
+    SINK_NONE,
+    SINK_SCALED,
+    SINK_TWICE,
+    SCALE_TWICE,
+    LAYER_OTHER,
+    N_TRAPS
+};
+static const char *const trap_names[N_TRAPS] = {
+    "",         "window 129",         "window 127",          "no window",           "no sink",
+    "sink / 8", "sink counted twice", "logits scaled twice", "another layer's keys"};
+
+static void set_trap(enum trap trap, struct td_attention_args *g, float *sinks, uint32_t n)
+{
+    if (trap == WINDOW_MORE) g->window++;
+    if (trap == WINDOW_LESS) g->window--;
+    if (trap == WINDOW_NONE) g->window = 0;
+    if (trap == SCALE_TWICE) g->scale *= 1.3466f;
+    if (trap == LAYER_OTHER) g->kv.layer = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        if (trap == SINK_NONE) sinks[i] = -INFINITY;
+        if (trap == SINK_SCALED) sinks[i] /= 8;
+        if (trap == SINK_TWICE) sinks[i] += logf(2);
+    }
+}
+
+static void check_attention_of(struct pair *p, struct kv_shape k, uint32_t window, const struct seq *list, uint32_t n,
+                               const char *name, enum trap trap)
 {
     char what[128];
     uint32_t n_rows = 0, n_pages = 0, n_single = 0, max_pages = 0;
@@ -324,7 +371,9 @@ static double check_attention_of(struct pair *p, struct kv_shape k, uint32_t win
     uint32_t *pages = malloc(max_pages * sizeof *pages);
     memset(pool, 0xff, pool_bytes); /* NaN where nobody wrote */
     for (uint32_t i = 0; i < n; i++) {
-        uint32_t seen = window != 0 && list[i].start + 1 > window ? list[i].start + 1 - window : 0;
+        /* A mistaken kernel may look further back, so then everything is there. */
+        bool is_cut = trap == NO_TRAP && window != 0 && list[i].start + 1 > window;
+        uint32_t seen = is_cut ? list[i].start + 1 - window : 0;
         uint32_t first = seen / k.page_tokens, end = (list[i].start + list[i].n_rows - 1) / k.page_tokens + 1;
         seqs[i] = (struct td_seq_rows){
             .row = n_rows, .n_rows = list[i].n_rows, .start = list[i].start, .pages = n_pages, .first_block = first};
@@ -369,25 +418,28 @@ static double check_attention_of(struct pair *p, struct kv_shape k, uint32_t win
                              g = a;
     g.q = (float *)(void *)q.gpu, g.kv.pool = kv.gpu, g.seqs = (struct td_seq_rows *)(void *)sq.gpu;
     g.pages = (uint32_t *)(void *)pg.gpu, g.sinks = (float *)(void *)sk.gpu, g.out = (float *)(void *)out.gpu;
-    double before = p->worst;
-    p->worst = 0;
+    if (trap != NO_TRAP) {
+        set_trap(trap, &g, sinks, k.n_heads);
+        if (td_device_upload(p->gpu, sk.gpu, sinks, k.n_heads * sizeof *sinks) != TD_OK) exit(1);
+    }
     pair_status(p, p->cpu_ops->attention(p->cpu_stream, &a), p->gpu_ops->attention(p->gpu_stream, &g), "attention");
     snprintf(what, sizeof what, "attention %s, %u:%u heads, window %u, pages of %u", name, k.n_heads, k.n_kv_heads,
              window, k.page_tokens);
-    pair_compare(p, &out, 64, 5e-3, what);
-    if (p->worst < before) p->worst = before;
+    if (trap == NO_TRAP)
+        pair_compare(p, &out, 64, 5e-3, what);
+    else
+        pair_differs(p, &out, 64, 5e-3, trap_names[trap], what);
     free(pool);
     free(seqs);
     free(pages);
     free(sinks);
     pair_free_all(p);
-    return p->worst;
 }
 
 static void check_attention(struct pair *p)
 {
-    static const struct kv_shape shapes[] = {{64, 8, 64}, {16, 8, 64},  {64, 8, 16},
-                                             {64, 8, 48}, {16, 8, 256}, {8, 8, 64}};
+    static const struct kv_shape shapes[] = {{64, 8, 64},  {16, 8, 64}, {64, 8, 16}, {64, 8, 48},
+                                             {16, 8, 256}, {8, 8, 64},  {8, 1, 64}};
     static const uint32_t edges[] = {1,   2,   15,  16,  17,  63,  64,  65,  127,  128,
                                      129, 130, 191, 192, 193, 255, 256, 257, 1000, 4095};
     for (size_t i = 0; i < COUNT(shapes); i++)
@@ -395,24 +447,24 @@ static void check_attention(struct pair *p)
             struct seq list[64];
             uint32_t n = 0;
             for (size_t e = 0; e < COUNT(edges); e++) list[n++] = (struct seq){edges[e] - 1, 1};
-            check_attention_of(p, shapes[i], window, list, n, "of single rows");
-            check_attention_of(p, shapes[i], window, list + n - 1, 1, "of one row");
-            check_attention_of(p, shapes[i], window, list, 1, "of a first token");
+            check_attention_of(p, shapes[i], window, list, n, "of single rows", NO_TRAP);
+            check_attention_of(p, shapes[i], window, list + n - 1, 1, "of one row", NO_TRAP);
+            check_attention_of(p, shapes[i], window, list, 1, "of a first token", NO_TRAP);
             n = 0;
             for (size_t e = 0; e < COUNT(edges) - 2; e++) list[n++] = (struct seq){0, edges[e]};
-            check_attention_of(p, shapes[i], window, list, n, "of whole prompts");
+            check_attention_of(p, shapes[i], window, list, n, "of whole prompts", NO_TRAP);
             n = 0;
             for (size_t e = 0; e < COUNT(edges); e++) {
                 list[n++] = (struct seq){edges[e], e % 3 == 0 ? 1 : 5 + (uint32_t)e * 3};
                 if (e % 2) list[n++] = (struct seq){edges[e] + 60, 70};
             }
-            check_attention_of(p, shapes[i], window, list, n, "of chunks and single rows");
+            check_attention_of(p, shapes[i], window, list, n, "of chunks and single rows", NO_TRAP);
         }
     struct seq many[200];
     for (uint32_t i = 0; i < COUNT(many); i++) many[i] = (struct seq){i * 37 % 911, 1};
     many[100].start = 9000;
-    check_attention_of(p, shapes[0], 0, many, COUNT(many), "of 200 ragged rows");
-    check_attention_of(p, shapes[0], 128, many, COUNT(many), "of 200 ragged rows");
+    check_attention_of(p, shapes[0], 0, many, COUNT(many), "of 200 ragged rows", NO_TRAP);
+    check_attention_of(p, shapes[0], 128, many, COUNT(many), "of 200 ragged rows", NO_TRAP);
 }
 
 /* ---- draws ---- */
@@ -498,6 +550,19 @@ static void check_sample(struct pair *p, uint32_t vocab, uint32_t n_ids, uint32_
     pair_free_all(p);
 }
 
+static void check_traps(struct pair *p)
+{
+    static const struct seq single[] = {{126, 1}, {127, 1}, {128, 1}, {300, 1}, {2000, 1}},
+                            prompt[] = {{0, 300}, {100, 150}};
+    for (enum trap t = NO_TRAP + 1; t < N_TRAPS; t++) {
+        check_attention_of(p, (struct kv_shape){64, 8, 64}, 128, single, COUNT(single), "of single rows", t);
+        check_attention_of(p, (struct kv_shape){64, 8, 64}, 128, prompt, COUNT(prompt), "of prompts", t);
+        check_attention_of(p, (struct kv_shape){16, 8, 64}, 128, prompt, COUNT(prompt), "of prompts", t);
+    }
+    for (enum moe_trap t = NO_MOE_TRAP + 1; t < N_MOE_TRAPS; t++)
+        for (uint32_t rows = 5; rows <= 100; rows += 95) check_moe(p, (struct moe_shape){288, 320, 8, rows, 0, 0}, t);
+}
+
 int main(int argc, char **argv)
 {
     struct pair p;
@@ -542,18 +607,23 @@ int main(int argc, char **argv)
     if (WANTED("moe")) {
         static const uint32_t rows[] = {1, 2, 8, 9, 32, 33, 64, 65, 200};
         for (size_t i = 0; i < COUNT(rows); i++) {
-            check_moe(&p, (struct moe_shape){288, 320, 8, rows[i], 0, 0});
-            check_moe(&p, (struct moe_shape){288, 320, 128, rows[i], 0, 0});
-            check_moe(&p, (struct moe_shape){288, 336, 32, rows[i], 0, 1});
+            check_moe(&p, (struct moe_shape){288, 320, 8, rows[i], 0, 0}, NO_MOE_TRAP);
+            check_moe(&p, (struct moe_shape){288, 320, 128, rows[i], 0, 0}, NO_MOE_TRAP);
+            check_moe(&p, (struct moe_shape){288, 336, 32, rows[i], 0, 1}, NO_MOE_TRAP);
+            check_moe(&p, (struct moe_shape){288, 320, 8, rows[i], 3, 0}, NO_MOE_TRAP);
         }
-        check_moe(&p, (struct moe_shape){2880, 2880, 8, 5, 0, 0});
-        check_moe(&p, (struct moe_shape){2880, 2880, 8, 70, 0, 0});
-        check_moe(&p, (struct moe_shape){288, 320, 8, 4000, 0, 0});
+        check_moe(&p, (struct moe_shape){2880, 2880, 8, 5, 0, 0}, NO_MOE_TRAP);
+        check_moe(&p, (struct moe_shape){2880, 2880, 8, 70, 0, 0}, NO_MOE_TRAP);
+        check_moe(&p, (struct moe_shape){288, 320, 8, 4000, 0, 0}, NO_MOE_TRAP);
         pair_report(&p, "experts");
     }
     if (WANTED("attention")) {
         check_attention(&p);
         pair_report(&p, "attention");
+    }
+    if (WANTED("traps")) {
+        check_traps(&p);
+        pair_report(&p, "planted mistakes are seen");
     }
     if (WANTED("sample")) {
         check_sample(&p, 2048, 2016, 70);
@@ -574,11 +644,12 @@ int main(int argc, char **argv)
         check_linear(&p, 288, 1024, rows, COUNT(rows));
         for (size_t i = 0; i < COUNT(rows); i++) {
             check_qkv(&p, (struct kv_shape){16, 8, 64}, 288, rows[i], TD_QKV_Q | TD_QKV_KV);
-            check_moe(&p, (struct moe_shape){288, 320, 8, rows[i], 0, 0});
+            check_moe(&p, (struct moe_shape){288, 320, 8, rows[i], 0, 0}, NO_MOE_TRAP);
         }
         for (uint32_t window = 0; window <= 128; window += 128) {
-            check_attention_of(&p, (struct kv_shape){64, 8, 64}, window, single, COUNT(single), "of single rows");
-            check_attention_of(&p, (struct kv_shape){16, 8, 16}, window, mixed, COUNT(mixed), "of both");
+            check_attention_of(&p, (struct kv_shape){64, 8, 64}, window, single, COUNT(single), "of single rows",
+                               NO_TRAP);
+            check_attention_of(&p, (struct kv_shape){16, 8, 16}, window, mixed, COUNT(mixed), "of both", NO_TRAP);
         }
         check_sample(&p, 2048, 2016, 10);
         pair_report(&p, "a few of all");

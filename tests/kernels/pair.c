@@ -213,12 +213,15 @@ static char *fetch(struct pair *p, const struct both *b, const char *what)
     return h;
 }
 
-void pair_compare(struct pair *p, const struct both *b, uint32_t dim, double allowed, const char *what)
+/* Share of the allowance. */
+static double measure(struct pair *p, const struct both *b, uint32_t dim, double allowed, const char *what,
+                      size_t *worst_row)
 {
     char *h = fetch(p, b, what);
     const float *want = b->cpu;
     double worst = 0, all_num = 0, all_den = 0;
-    size_t worst_row = 0, n_rows = b->n / dim;
+    size_t n_rows = b->n / dim;
+    *worst_row = 0;
     for (size_t r = 0; r < n_rows; r++) {
         double num = 0, den = 0, largest = 0, off = 0;
         for (size_t i = r * dim; i < (r + 1) * dim; i++) {
@@ -236,17 +239,34 @@ void pair_compare(struct pair *p, const struct both *b, uint32_t dim, double all
         if (isnan(num) || isnan(den)) share = INFINITY;
         if (share > worst) {
             worst = share;
-            worst_row = r;
+            *worst_row = r;
         }
     }
-    worst = fmax(worst, sqrt(all_num / fmax(all_den, 1e-30)) / allowed);
-    if (worst > p->worst) p->worst = worst;
-    if (worst > 1) {
-        printf("  %s: row %zu of %zu is off by %.3g of what is allowed (%.1g)\n", what, worst_row, n_rows, worst,
+    free(h);
+    return fmax(worst, sqrt(all_num / fmax(all_den, 1e-30)) / allowed);
+}
+
+void pair_compare(struct pair *p, const struct both *b, uint32_t dim, double allowed, const char *what)
+{
+    size_t row;
+    double share = measure(p, b, dim, allowed, what, &row);
+    if (share > p->worst) p->worst = share;
+    if (share > 1) {
+        printf("  %s: row %zu of %zu is off by %.3g of what is allowed (%.1g)\n", what, row, b->n / dim, share,
                allowed);
         p->n_failed++;
     }
-    free(h);
+}
+
+void pair_differs(struct pair *p, const struct both *b, uint32_t dim, double allowed, const char *mistake,
+                  const char *what)
+{
+    size_t row;
+    double share = measure(p, b, dim, allowed, what, &row);
+    if (!(share > 1)) {
+        printf("  %s: a planted mistake passes: %s (%.3g of what is allowed)\n", what, mistake, share);
+        p->n_failed++;
+    }
 }
 
 void pair_same(struct pair *p, const struct both *b, const char *what)

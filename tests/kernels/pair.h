@@ -41,9 +41,12 @@ void pair_weight(struct pair *p, uint32_t n_out, uint32_t n_in, enum td_row_orde
                  struct td_weight *cpu, struct td_weight *gpu);
 void pair_free_all(struct pair *p);
 
-/* The two sides of b differ by at most `allowed` of the CPU's norm (L2), a row of dim elements by twice that, an element by
- * 16 times that of the row's largest; guards are whole. */
+/* The two sides of b differ by at most `allowed` of the CPU's norm (L2), a row of dim elements by twice that, an
+ * element by 16 times that of the row's largest; guards are whole. */
 void pair_compare(struct pair *p, const struct both *b, uint32_t dim, double allowed, const char *what);
+/* The opposite, for planted mistakes: fails if `what` would have passed. */
+void pair_differs(struct pair *p, const struct both *b, uint32_t dim, double allowed, const char *mistake,
+                  const char *what);
 void pair_same(struct pair *p, const struct both *b, const char *what); /* U32, RAW: equal */
 void pair_status(struct pair *p, enum td_status cpu, enum td_status gpu, const char *what);
 void pair_report(struct pair *p, const char *op); /* a line for the op; resets worst */
