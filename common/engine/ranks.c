@@ -39,7 +39,7 @@ static enum td_status start_followers(struct td_ranks *r, struct td_err *err)
     for (uint32_t i = 1; i < r->n; i++) {
         if (pthread_create(&r->threads[i], NULL, follower_main, &r->forward[i]) != 0)
             return td_err_set(err, TD_E_NO_MEMORY, "the thread of rank %u cannot be created", i);
-        char name[16];
+        char name[24]; /* the compiler thinks of ten digits; there are at most two */
         snprintf(name, sizeof name, "td-rank-%u", i);
         pthread_setname_np(r->threads[i], name);
         r->n_threads++;
