@@ -40,7 +40,7 @@ static enum td_status start_followers(struct td_ranks *r, struct td_err *err)
         if (pthread_create(&r->threads[i], NULL, follower_main, &r->forward[i]) != 0)
             return td_err_set(err, TD_E_NO_MEMORY, "the thread of rank %u cannot be created", i);
         char name[24]; /* the compiler thinks of ten digits; there are at most two */
-        snprintf(name, sizeof name, "td-rank-%u", i);
+        snprintf(name, sizeof name, "td-rank-%u", i % 100); /* fits the kernel's 16 bytes */
         pthread_setname_np(r->threads[i], name);
         r->n_threads++;
     }
