@@ -190,7 +190,7 @@ $(BUILD)/lib/libtandem-cuda.so: $(CU_OBJ)
 
 # A folder that needs nothing but a driver where it runs: checks, benchmark, plug-in, checkpoint. GPU_HERE: this machine has one.
 GPU_TREE   := $(BUILD)/gpu
-GPU_LIBS   := $(call link_libs,common/base kernels common/loop common/model common/engine)
+GPU_LIBS   := $(call link_libs,common/base kernels common/loop common/coll common/model common/engine)
 GPU_STATIC := -l:libuv_a.a -l:libjansson.a -l:libxxhash.a -lm -ldl
 GPU_HERE    = $(wildcard /dev/nvidia0)
 $(GPU_TREE)/bin/%: $(BUILD)/obj/tests/kernels/%.o $(BUILD)/obj/tests/kernels/pair.o $(BUILD)/obj/tests/kernels/golden.o $(GPU_LIBS)

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "common/base/log.h"
 #include "common/engine/plan_int.h"
 #include "common/engine/sample.h"
 
@@ -423,6 +424,7 @@ static enum td_status run_layers(struct td_forward *f, struct td_batch *b, void 
     }
     st = td_stream_sync(f->stream);
 out:
+    if (st == TD_E_DEVICE) TD_ERROR("device_failed", "error=\"%s\"", td_device_last_error(ws->device));
     return st;
 }
 

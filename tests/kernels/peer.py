@@ -45,9 +45,11 @@ def read_only():
         turns = max(1, (256 << 20) // n_bytes + 1)
         xs = [torch.randint(1 << 30, (n_bytes // 4,), device="cuda", dtype=torch.int32) for _ in range(turns)]
         y = torch.empty(8192, device="cuda", dtype=torch.int32)
-        best = min((graph_time(lambda i: read[(grid,)](xs[i], y, n_bytes // 4, BLOCK=block, num_warps=8), turns, turns * 3), grid, block)
+        best = min((graph_time(lambda i: read[(grid,)](xs[i], y, n_bytes // 4, BLOCK=block, num_warps=8), turns, turns * 3),
+                    grid, block)
                    for grid in (132, 264, 528, 1056) for block in (2048, 4096, 8192))
-        print(f"peer: reading {name}'s bytes: {best[0] * 1e6:.2f} us, {n_bytes / best[0] * 1e-12:.2f} TB/s (grid {best[1]}, block {best[2]})")
+        print(f"peer: reading {name}'s bytes: {best[0] * 1e6:.2f} us, {n_bytes / best[0] * 1e-12:.2f} TB/s "
+              f"(grid {best[1]}, block {best[2]})")
 
 
 def main():
@@ -59,7 +61,8 @@ def main():
             try:
                 with sdpa_kernel(backend):
                     s = graph_time(lambda i: F.scaled_dot_product_attention(q, k, v, is_causal=True), 1, 4)
-                print(f"peer: {name} attention, causal, {t} tokens: {s * 1e6:.1f} us, {2 * t * (t + 1) * 4096 / s * 1e-12:.0f} TFLOP/s")
+                rate = 2 * t * (t + 1) * 4096 / s * 1e-12
+                print(f"peer: {name} attention, causal, {t} tokens: {s * 1e6:.1f} us, {rate:.0f} TFLOP/s")
             except RuntimeError as e:
                 print(f"peer: {name} attention, {t} tokens: {e}")
     for name, n_out, n_in, turns in (("QKV", 5120, 2880, 9), ("O", 2880, 4096, 11), ("LM head", 201088, 2880, 1)):
@@ -69,7 +72,8 @@ def main():
                 break
             x = torch.randn(rows, n_in, device="cuda", dtype=torch.bfloat16)
             s = graph_time(lambda i: x @ ws[i].t(), turns, turns * 3)
-            print(f"peer: cuBLAS {name}, {rows} rows: {s * 1e6:.2f} us, {2 * n_out * n_in / s * 1e-12:.2f} TB/s, {2 * rows * n_out * n_in / s * 1e-12:.0f} TFLOP/s")
+            tb, rate = 2 * n_out * n_in / s * 1e-12, 2 * rows * n_out * n_in / s * 1e-12
+            print(f"peer: cuBLAS {name}, {rows} rows: {s * 1e6:.2f} us, {tb:.2f} TB/s, {rate:.0f} TFLOP/s")
     read_only()
 
 

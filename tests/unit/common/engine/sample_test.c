@@ -440,6 +440,64 @@ static int free_scratch(void **state)
     return 0;
 }
 
+static void only_plain_draws_are_left_to_a_device(void **state)
+{
+    (void)state;
+    static const uint32_t ids[1] = {3}, mask[1] = {1};
+    static const float values[1] = {1};
+    struct td_sampling s = plain(0.8f), greedy = plain(0);
+    struct td_segment seg = {.sampling = &s, .want_token = true, .want_logprobs = true};
+    assert_true(td_sample_is_plain(&seg));
+    seg.n_top_logprobs = 1;
+    assert_false(td_sample_is_plain(&seg));
+    seg.want_logprobs = false; /* then nobody reads them */
+    assert_true(td_sample_is_plain(&seg));
+    seg.mask = mask;
+    assert_false(td_sample_is_plain(&seg));
+    seg.mask = NULL;
+    seg.banned_ids = ids;
+    seg.n_banned = 1;
+    assert_false(td_sample_is_plain(&seg));
+    seg.n_banned = 0;
+
+    struct td_sampling changed[7];
+    for (int i = 0; i < 7; i++) changed[i] = s;
+    changed[0].top_k = 5;
+    changed[1].top_p = 0.9f;
+    changed[2].min_p = 0.1f;
+    changed[3].repetition_penalty = 1.1f;
+    changed[4].presence_penalty = 0.1f;
+    changed[5].frequency_penalty = 0.1f;
+    changed[6].n_logit_bias = 1;
+    changed[6].bias_ids = ids;
+    changed[6].bias_values = values;
+    for (int i = 0; i < 7; i++) {
+        seg.sampling = &changed[i];
+        assert_false(td_sample_is_plain(&seg));
+    }
+    greedy.top_k = 5; /* the highest logit passes every filter */
+    greedy.top_p = 0.5f;
+    seg.sampling = &greedy;
+    assert_true(td_sample_is_plain(&seg));
+}
+
+static void what_a_device_found_lands_in_the_segment(void **state)
+{
+    (void)state;
+    struct td_sampling s = plain(0.5f);
+    struct td_segment seg = {.sampling = &s, .want_token = true, .want_logprobs = true, .draw_index = 4};
+    struct td_sample_row row;
+    td_sample_ask(&seg, &row);
+    assert_true(row.temperature == 0.5f);
+    assert_true(row.u == td_rng_uniform(7, 4, 0));
+    td_sample_take(&seg, &(struct td_sampled){.token = 12, .logit = -1, .log_sum = 2});
+    assert_int_equal(seg.token, 12);
+    assert_int_equal(seg.chosen.id, 12);
+    assert_true(seg.chosen.logprob == -3.0f);
+    td_sample_take(&seg, &(struct td_sampled){.token = 5, .logit = -INFINITY, .log_sum = 2});
+    assert_true(seg.chosen.logprob == TD_LOGPROB_FLOOR);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -455,6 +513,8 @@ int main(void)
         cmocka_unit_test(logprobs_are_of_the_raw_logits_highest_first_lower_ids_first_on_ties),
         cmocka_unit_test(logits_stay_as_they_are_and_scratch_stays_in_bounds),
         cmocka_unit_test(settings_out_of_range_are_refused_by_name),
+        cmocka_unit_test(only_plain_draws_are_left_to_a_device),
+        cmocka_unit_test(what_a_device_found_lands_in_the_segment),
     };
     return cmocka_run_group_tests(tests, make_scratch, free_scratch);
 }
