@@ -115,10 +115,12 @@ void td_plan_make(struct td_forward *f, const struct td_batch *b)
 enum td_status td_plan_take(struct td_forward *f, const struct td_forward *from)
 {
     enum td_status st;
-    f->n_rows = from->n_rows;
-    f->n_tail = from->n_tail;
-    f->n_single = from->n_single;
-    f->n_segments = from->n_segments;
+    if (f != from) { /* the leader's are being read by others */
+        f->n_rows = from->n_rows;
+        f->n_tail = from->n_tail;
+        f->n_single = from->n_single;
+        f->n_segments = from->n_segments;
+    }
     UPLOAD(tokens, f->n_rows);
     UPLOAD(positions, f->n_rows);
     UPLOAD(row_page_sliding, f->n_rows);

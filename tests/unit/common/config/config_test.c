@@ -158,7 +158,7 @@ static void help_shows_each_flag_of_the_daemon_with_default_bounds_and_twin(void
     td_config_help(TD_DECODE, &b);
     const char *h = td_buf_cstr(&b);
     assert_non_null(strstr(h, "Usage: tandem-decode"));
-    assert_non_null(strstr(h, "  --kv-bytes BYTES\n        memory for KV pages of both kinds\n"
+    assert_non_null(strstr(h, "  --kv-bytes BYTES\n        memory for KV pages of both kinds, of all ranks together\n"
                               "        default: 256M; from 1M to 1T; TANDEM_KV_BYTES\n"));
     assert_non_null(strstr(h, "  --drain-timeout MS\n"));
     assert_non_null(strstr(h, "must be set; TANDEM_MODEL\n"));
