@@ -20,6 +20,8 @@ LLHTTP_INC := /usr/share/include/llhttp
 
 # ---- flags ----------------------------------------------------------------------------------------------------------
 WARN       := -Wall -Wextra -Werror -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wpointer-arith -Wvla
+# gcc's flow warnings see what sanitizers insert, and are wrong about it.
+WARN       += $(if $(SAN),$(if $(findstring clang,$(CC)),,-Wno-format-truncation -Wno-maybe-uninitialized))
 SANFLAGS   := $(if $(SAN),-fsanitize=$(SAN) -fno-omit-frame-pointer -fno-sanitize-recover=undefined)
 CPPFLAGS   += -I. -I$(BUILD)/gen -D_GNU_SOURCE $(if $(SAN)$(FAULTS),-DTD_FAULTS=1)
 CFLAGS     += -std=c17 -g $(OPT) $(WARN) -fno-math-errno -ffp-contract=off -pthread -MMD -MP $(SANFLAGS)
