@@ -17,11 +17,8 @@
 
 static enum td_status check_config(const struct td_config *c, struct td_err *err)
 {
-    if (strcmp(c->device, "cpu") != 0 && strcmp(c->device, "cuda") != 0)
-        return td_err_set(err, TD_E_BAD_CONFIG, "--device: \"%s\" is not cpu or cuda", c->device);
-    if (c->tp != 1 && strcmp(c->device, "cpu") != 0)
-        return td_err_set(err, TD_E_BAD_CONFIG,
-                          "--tp: %u ranks need --device cpu (collectives between GPUs are missing)", c->tp);
+    if (strcmp(c->device, "cpu") != 0)
+        return td_err_set(err, TD_E_BAD_CONFIG, "--device: \"%s\" cannot serve yet (cpu can)", c->device);
     if (strcmp(c->load_format, "safetensors") != 0 && strcmp(c->load_format, "dummy") != 0)
         return td_err_set(err, TD_E_BAD_CONFIG, "--load-format: \"%s\" is not safetensors or dummy", c->load_format);
     if (c->router[0] != '\0' && strchr(c->router, ':') == NULL)

@@ -54,6 +54,13 @@ def test_a_missing_model_is_named(role):
     assert out.returncode > 0 and "/no/such/model" in out.stderr
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_device_that_cannot_serve_is_refused(role):
+    for device in ("cuda", "abacus"):
+        out = run(role, "--model", str(MODEL), "--device", device)
+        assert out.returncode > 0 and "--device" in out.stderr and device in out.stderr
+
+
 def test_flags_of_another_daemon_are_refused():
     out = run("router", "--model", str(MODEL), "--kv-dtype", "f32")
     assert out.returncode > 0 and "--kv-dtype" in out.stderr
