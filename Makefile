@@ -135,7 +135,7 @@ unit-build: $(UNIT_BIN)
 UNIT_SELECTED = $(if $(ONLY),$(foreach t,$(UNIT_BIN),$(if $(findstring $(ONLY),$(t)),$(t))),$(UNIT_BIN))
 unit: $(if $(ONLY),$(foreach t,$(UNIT_BIN),$(if $(findstring $(ONLY),$(t)),$(t))),unit-build)
 	@fail=0; for t in $(UNIT_SELECTED); do \
-	   echo "== $$t"; $$t || fail=1; done; exit $$fail
+	   echo "== $$t"; timeout 600 $$t || fail=1; done; exit $$fail
 
 
 # ---- fuzz targets: tests/fuzz/X_fuzz.c, one LLVMFuzzerTestOneInput each, built with clang in a tree of its own ---------------

@@ -14,6 +14,7 @@
 
 void td_process_hold_std_fds(void)
 {
+    signal(SIGPIPE, SIG_IGN); /* already reading the settings may log, and the reader of stderr may be gone */
     for (int fd = STDIN_FILENO; fd <= STDERR_FILENO; fd++)
         if (fcntl(fd, F_GETFD) < 0 && errno == EBADF && open("/dev/null", O_RDWR) < 0)
             return; /* takes the lowest: fd */
