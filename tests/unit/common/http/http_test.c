@@ -374,7 +374,12 @@ static const char *body_in(const char *response)
 static unsigned count(const char *text, const char *what)
 {
     unsigned n = 0;
-    for (const char *p = text; (p = strstr(p, what)) != NULL; p += strlen(what)) n++;
+    size_t n_text = strlen(text), n_what = strlen(what);
+    for (size_t i = 0; i + n_what <= n_text;) { /* not strstr: AddressSanitizer's measures the rest at each call */
+        bool is_here = memcmp(text + i, what, n_what) == 0;
+        n += is_here;
+        i += is_here ? n_what : 1;
+    }
     return n;
 }
 
