@@ -67,8 +67,8 @@ def test_puts_overlap_with_compute(new_fleet):
     client.close()
 
 
-def kill_in_mid_put(new_fleet, n, victim):
-    """Starts requests, kills the victim while hand-offs are under way, n times. Returns the fleet and the start counts."""
+def slow_fleet(new_fleet):
+    """A fleet whose prefill takes 20 ms a layer, so that a hand-off can be met in its middle; warmed up."""
     fleet = new_fleet(prefill_flags=("--layer-delay", "20"))
     client = fleet.client()
     prompt = golden("text of 1900 tokens")
@@ -84,7 +84,7 @@ def outcome(call):
 
 
 def test_prefill_killed_in_mid_put(new_fleet):
-    fleet, client, prompt = kill_in_mid_put(new_fleet, 5, "prefill")
+    fleet, client, prompt = slow_fleet(new_fleet)
     decode = fleet.decode[0]
     start = free_pages(decode)
     for i in range(5):
@@ -113,7 +113,7 @@ def test_prefill_killed_in_mid_put(new_fleet):
 
 
 def test_decode_killed_in_mid_put(new_fleet):
-    fleet, client, prompt = kill_in_mid_put(new_fleet, 5, "decode")
+    fleet, client, prompt = slow_fleet(new_fleet)
     prefill = fleet.prefill[0]
     start = free_pages(prefill)
     for i in range(5):
@@ -138,7 +138,7 @@ def test_decode_killed_in_mid_put(new_fleet):
 
 
 def test_silent_prefill_keeps_pages_pinned_until_it_answers(new_fleet):
-    fleet, client, prompt = kill_in_mid_put(new_fleet, 1, "prefill")
+    fleet, client, prompt = slow_fleet(new_fleet)
     decode, prefill = fleet.decode[0], fleet.prefill[0]
     start = free_pages(decode)
     call = client.start(tokens=prompt["ids"], max_tokens=30)
