@@ -134,8 +134,9 @@ unit-build: $(UNIT_BIN)
 # ONLY=common/text runs the tests whose path contains it.
 UNIT_SELECTED = $(if $(ONLY),$(foreach t,$(UNIT_BIN),$(if $(findstring $(ONLY),$(t)),$(t))),$(UNIT_BIN))
 unit: $(if $(ONLY),$(foreach t,$(UNIT_BIN),$(if $(findstring $(ONLY),$(t)),$(t))),unit-build)
-	@fail=0; for t in $(UNIT_SELECTED); do \
-	   echo "== $$t"; timeout 600 $$t || fail=1; done; exit $$fail
+	@failed=; for t in $(UNIT_SELECTED); do \
+	   echo "== $$t"; timeout 600 $$t || failed="$$failed $$t($$?)"; done; \
+	 [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 
 # ---- fuzz targets: tests/fuzz/X_fuzz.c, one LLVMFuzzerTestOneInput each, built with clang in a tree of its own ---------------
