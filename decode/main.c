@@ -2,6 +2,9 @@
 #include "common/engine/kv_split.h"
 #include "decode/daemon.h"
 
+/* Some seconds of undisturbed decoding. */
+#define RETURN_MARGIN_TOKENS 256u
+
 /* Sliding pages of running sequences, of as many again whose KV is on its way, and of the chunk of a prompt computed
  * here. */
 static uint32_t sliding_pages(const struct td_worker *w)
@@ -24,6 +27,7 @@ static enum td_status create_worker(struct td_decode_daemon *d, struct td_err *e
         .max_context_tokens = w->max_context_tokens,
         .max_batch = w->cfg.max_batch,
         .chunk_tokens = w->cfg.prefill_chunk_tokens,
+        .return_margin_tokens = RETURN_MARGIN_TOKENS,
         .quarantine_ms = w->cfg.quarantine,
     };
     o.xfer_address = w->xfer_ops->address(w->xfer, &o.n_xfer_address);

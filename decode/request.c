@@ -23,7 +23,10 @@
  *
  *   - The prefill worker is lost, aborts or breaks the protocol: lost, the router goes on elsewhere.
  *
- *   - No page for the next token, and it is the youngest; or its step failed: lost as well.
+ *   - No page for an older request's next token: the youngest gives its own up and is lost with PREEMPTED. The router
+ *     keeps its tokens and brings it back where its pages and a margin can be reserved.
+ *
+ *   - No page for the next token of the oldest, and nobody left who could give one; or its step failed: lost as well.
  *
  *   - The router's stream ends, or is read too slowly: all its requests end, nobody is left to be told.
  *
@@ -187,7 +190,10 @@ static enum td_status reserve(struct td_decode_worker *w, struct td_decode_reque
     bool is_local = r->prefill == 0;
     enum td_status st = is_local ? TD_OK : w->ports.check_peer(w->ports.self, r->prefill, err);
     if (st != TD_OK) return st;
-    st = td_decode_sched_room(w->sched, r->req.n_tokens, is_local, w->n_requests - 1);
+    /* With tokens of its own it was somewhere before. */
+    uint32_t margin = r->req.n_tokens > r->req.n_prompt ? w->o.return_margin_tokens : 0;
+    if (margin > r->req.n_tokens_max - r->req.n_tokens) margin = r->req.n_tokens_max - r->req.n_tokens;
+    st = td_decode_sched_room(w->sched, r->req.n_tokens, is_local, w->n_requests - 1, margin);
     if (st == TD_E_TOO_LARGE)
         return td_err_set(err, st, "token_ids: the KV of %u tokens never fits into this worker's pages",
                           r->req.n_tokens);
@@ -195,6 +201,13 @@ static enum td_status reserve(struct td_decode_worker *w, struct td_decode_reque
     if (is_local) return TD_OK;
     st = td_rx_reserve(w->rx, r->prefill, r->req.n_tokens, 0, r->req.id, r, &r->reservation, &r->target);
     return st == TD_OK ? TD_OK : td_err_set(err, st, "%s", td_status_text(st));
+}
+
+/* By the router's account. A clock that started later than the request gives 0: among the oldest. */
+static uint64_t born_ns(const struct td_decode_worker *w, const struct td_token_request *req)
+{
+    uint64_t t = td_decode_now(w), age_us = req->age_us;
+    return age_us < t / 1000 ? t - age_us * 1000 : 0;
 }
 
 void td_decode_request_start(struct td_decode_worker *w, struct td_decode_stream *s, const Tandem__V1__DecodeStart *m)
@@ -213,7 +226,7 @@ void td_decode_request_start(struct td_decode_worker *w, struct td_decode_stream
     if (r != NULL) {
         st = td_token_request_parse(m->request, w->o.n_vocab, w->o.max_context_tokens, &r->req, &err);
         if (st == TD_OK) {
-            st = td_decode_seq_init(&r->seq, w->sched, &r->req, w->next_order);
+            st = td_decode_seq_init(&r->seq, w->sched, &r->req, born_ns(w, &r->req), w->next_order);
             if (st != TD_OK) td_token_request_deinit(&r->req);
         }
     }
@@ -251,6 +264,13 @@ void td_decode_request_start(struct td_decode_worker *w, struct td_decode_stream
 
 /* --- from the scheduler ------------------------------------------------------------------------------------ */
 
+/* Its router keeps it with the tokens so far, and starts it again where there is room. */
+static void preempt(struct td_decode_request *r)
+{
+    td_metric_add(TD_M_preemptions, 1);
+    td_decode_request_lose(r, TD_E_PREEMPTED, "its pages are needed by an older request");
+}
+
 static void on_joined(void *self, struct td_decode_seq *q)
 {
     (void)self;
@@ -274,10 +294,13 @@ static void on_broke(void *self, struct td_decode_seq *q, enum td_status st)
     td_decode_request_lose(request_of(q), st, "the engine failed");
 }
 
-static void on_no_pages(void *self, struct td_decode_seq *q)
+static void on_no_pages(void *self, struct td_decode_seq *q, bool gave_way)
 {
     (void)self;
-    td_decode_request_lose(request_of(q), TD_E_NO_PAGES, "no KV page for the next token");
+    if (gave_way)
+        preempt(request_of(q));
+    else
+        td_decode_request_lose(request_of(q), TD_E_NO_PAGES, "no KV page for the next token");
 }
 
 /* Reservations give their pages back only when their sender confirms: what to do while the last sequence waits for
@@ -292,11 +315,12 @@ static bool on_relieve(void *self, struct td_decode_seq *q)
     if (td_rx_n_quarantined_pages(w->rx) > 0 && t - r->stalled_ns < STALL_LIMIT_NS) return true;
     TD_LIST_FOREACH (it, &w->requests) {
         struct td_decode_request *other = TD_LIST_ENTRY(it, struct td_decode_request, in_worker);
-        if (other->state == DS_RESERVED && other->seq.order > q->order) youngest = other;
+        if (other->state != DS_RESERVED || !td_decode_seq_is_older(q, &other->seq)) continue;
+        if (youngest == NULL || td_decode_seq_is_older(&youngest->seq, &other->seq)) youngest = other;
     }
     if (youngest == NULL) return false;
     r->stalled_ns = t;
-    td_decode_request_lose(youngest, TD_E_NO_PAGES, "its pages are needed by an older request");
+    preempt(youngest);
     return true;
 }
 

@@ -67,12 +67,14 @@ void td_decode_sched_need(const struct td_decode_sched *s, uint32_t n_tokens, bo
 }
 
 enum td_status td_decode_sched_room(const struct td_decode_sched *s, uint32_t n_tokens, bool is_local,
-                                    uint32_t n_others)
+                                    uint32_t n_others, uint32_t n_margin)
 {
     uint32_t need[TD_KV_N_GROUPS];
     td_decode_sched_need(s, n_tokens, is_local, need);
     for (int g = 0; g < TD_KV_N_GROUPS; g++)
         if (need[g] > td_kv_pages_n_total(s->kv, (enum td_kv_group)g)) return TD_E_TOO_LARGE;
+    /* Alone it would wait for nobody. */
+    if (n_others > 0) need[TD_KV_FULL] += td_kv_span_pages(n_margin, s->o.kv[TD_KV_FULL].page_tokens);
     for (int g = 0; g < TD_KV_N_GROUPS; g++)
         if ((uint64_t)need[g] + n_others > td_kv_pages_n_free(s->kv, (enum td_kv_group)g)) return TD_E_NO_PAGES;
     return TD_OK;
@@ -81,9 +83,9 @@ enum td_status td_decode_sched_room(const struct td_decode_sched *s, uint32_t n_
 /* --- sequences --------------------------------------------------------------------------------------------- */
 
 enum td_status td_decode_seq_init(struct td_decode_seq *q, const struct td_decode_sched *s,
-                                  struct td_token_request *req, uint64_t order)
+                                  struct td_token_request *req, uint64_t born_ns, uint64_t order)
 {
-    *q = (struct td_decode_seq){.req = req, .order = order};
+    *q = (struct td_decode_seq){.req = req, .born_ns = born_ns, .order = order};
     td_list_init(&q->link);
     for (int g = 0; g < TD_KV_N_GROUPS; g++) {
         q->pages[g] = td_calloc(req->n_tokens_max / s->o.kv[g].page_tokens + 1, sizeof *q->pages[g]);
@@ -127,10 +129,15 @@ static void release(struct td_decode_sched *s, struct td_decode_seq *q)
     s->owner.released(s->owner.self, q);
 }
 
+bool td_decode_seq_is_older(const struct td_decode_seq *a, const struct td_decode_seq *b)
+{
+    return a->born_ns != b->born_ns ? a->born_ns < b->born_ns : a->order < b->order;
+}
+
 static void insert(struct td_list *list, struct td_decode_seq *q)
 {
     struct td_list *at = list->prev;
-    while (at != list && TD_LIST_ENTRY(at, struct td_decode_seq, link)->order > q->order) at = at->prev;
+    while (at != list && td_decode_seq_is_older(q, TD_LIST_ENTRY(at, struct td_decode_seq, link))) at = at->prev;
     td_list_push_front(at, &q->link); /* right after the last older one */
 }
 
@@ -178,7 +185,8 @@ static struct td_decode_seq *find_younger(struct td_decode_sched *s, const struc
     for (unsigned i = 0; i < TD_COUNT(lists); i++) {
         if (td_list_is_empty(lists[i])) continue;
         struct td_decode_seq *last = TD_LIST_ENTRY(lists[i]->prev, struct td_decode_seq, link);
-        if (last->order > q->order && (youngest == NULL || last->order > youngest->order)) youngest = last;
+        if (td_decode_seq_is_older(q, last) && (youngest == NULL || td_decode_seq_is_older(youngest, last)))
+            youngest = last;
     }
     return youngest;
 }
@@ -193,7 +201,7 @@ static enum growth grow_group(struct td_decode_sched *s, struct td_decode_seq *q
     while (td_kv_pages_alloc(s->kv, g, n, q->req->id, q->pages[g] + q->end[g]) != TD_OK) {
         struct td_decode_seq *victim = find_younger(s, q);
         if (victim != NULL) {
-            s->owner.no_pages(s->owner.self, victim);
+            s->owner.no_pages(s->owner.self, victim, true);
         } else if (was_relieved) {
             return WAITS;
         } else if (s->owner.relieve(s->owner.self, q)) {
@@ -253,7 +261,8 @@ struct td_batch *td_decode_sched_plan(struct td_decode_sched *s)
         }
         if (q->n_step > 0) s->has_stalled = true;
         q->n_step = 0;
-        if (gr == GIVES_UP) s->owner.no_pages(s->owner.self, q);
+        /* Behind others it waits its turn elsewhere; the oldest of all has nobody left to wait for. */
+        if (gr == GIVES_UP) s->owner.no_pages(s->owner.self, q, it != s->batch.next);
     }
     uint32_t n = 0;
     TD_LIST_FOREACH (it, &s->batch) {

@@ -5,7 +5,8 @@
  * more are a prompt that is prefilled here, in chunks between the decode steps of the others.
  *
  * Pages grow with the sequence and pages of sliding layers that left the window go back. When none is free, the
- * youngest sequence gives up its own, so that the oldest always advances. */
+ * youngest sequence gives up its own, so that the oldest always advances. Age is that of the request, not of its stay
+ * here: one that gave way keeps its rank when it comes back. */
 #ifndef TD_DECODE_SCHED_H
 #define TD_DECODE_SCHED_H
 
@@ -18,7 +19,7 @@
 /* Lives in its request. All zero before td_decode_seq_init. */
 struct td_decode_seq {
     struct td_token_request *req;
-    uint64_t order;                                      /* of arrival; lower is older */
+    uint64_t born_ns, order;                             /* age: born before, then arrived before (older_than) */
     uint32_t *pages[TD_KV_N_GROUPS];                     /* by block (position / page_tokens) */
     uint32_t first[TD_KV_N_GROUPS], end[TD_KV_N_GROUPS]; /* blocks held */
     uint32_t n_cached;                                   /* positions whose KV is in pages */
@@ -32,7 +33,8 @@ struct td_decode_sched_owner {
     void (*joined)(void *self, struct td_decode_seq *s);                             /* queue to batch */
     void (*drew)(void *self, struct td_decode_seq *s, const struct td_segment *seg); /* a token; may remove s */
     void (*broke)(void *self, struct td_decode_seq *s, enum td_status st); /* its step failed; must remove s */
-    void (*no_pages)(void *self, struct td_decode_seq *s);                 /* must remove s */
+    /* No page for s; must remove s. gave_way: to an older sequence, so that it may come back when there is room. */
+    void (*no_pages)(void *self, struct td_decode_seq *s, bool gave_way);
     /* s needs a page and no younger sequence holds one. True: pages are on their way back, s waits. */
     bool (*relieve)(void *self, struct td_decode_seq *s);
     /* s was removed and holds no page, and no step reads it any more: it may be freed. */
@@ -54,14 +56,15 @@ void td_decode_sched_destroy(struct td_decode_sched *s); /* its sequences were r
 /* Pages that a prompt of n_tokens and the token after it need to begin. is_local: computed here, in chunks. */
 void td_decode_sched_need(const struct td_decode_sched *s, uint32_t n_tokens, bool is_local,
                           uint32_t need[TD_KV_N_GROUPS]);
-/* Enough free pages for that, with one left for each of the n_others that may grow meanwhile. NO_PAGES: not now.
- * TOO_LARGE: never. */
+/* Enough free pages for that, with one left for each of the n_others that may grow meanwhile, and for n_margin tokens
+ * more: what gave way once should not do so again at once. NO_PAGES: not now. TOO_LARGE: never. */
 enum td_status td_decode_sched_room(const struct td_decode_sched *s, uint32_t n_tokens, bool is_local,
-                                    uint32_t n_others);
+                                    uint32_t n_others, uint32_t n_margin);
 
 enum td_status td_decode_seq_init(struct td_decode_seq *q, const struct td_decode_sched *s,
-                                  struct td_token_request *req, uint64_t order);
+                                  struct td_token_request *req, uint64_t born_ns, uint64_t order);
 void td_decode_seq_deinit(struct td_decode_seq *q); /* holds no pages */
+bool td_decode_seq_is_older(const struct td_decode_seq *a, const struct td_decode_seq *b);
 /* Takes over pages of blocks first_block .. (their counts too), before the sequence is added. */
 void td_decode_seq_take_pages(struct td_decode_seq *q, enum td_kv_group g, uint32_t first_block, uint32_t n_pages,
                               const uint32_t *pages);

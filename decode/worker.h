@@ -42,6 +42,7 @@ struct td_decode_worker_options {
     struct td_kv_group_layout kv[TD_KV_N_GROUPS];
     uint32_t window_tokens, n_ranks, n_vocab, max_context_tokens;
     uint32_t max_batch, chunk_tokens;
+    uint32_t return_margin_tokens; /* beyond its tokens, for a request that was running elsewhere or here before */
     uint32_t quarantine_ms;
 };
 

@@ -262,8 +262,9 @@ static void fill_request(const struct td_link *l, struct td_request *r, Tandem__
     m->n_logprobs = r->n_logprobs;
     m->want_logprobs = r->want_logprobs;
     m->min_tokens = r->min_tokens;
+    uint64_t now = l->o->env->now_ns(l->o->env);
+    m->age_us = now > r->t_received ? (now - r->t_received) / 1000 : 0;
     if (r->deadline_ns != TD_NEVER_NS) {
-        uint64_t now = l->o->env->now_ns(l->o->env);
         m->timeout_us = r->deadline_ns > now ? (r->deadline_ns - now) / 1000 : 0;
         if (m->timeout_us == 0) m->timeout_us = 1; /* 0 would mean none */
     }

@@ -156,6 +156,7 @@ enum td_status td_token_request_parse(const Tandem__V1__TokenRequest *msg, uint3
     r.want_logprobs = msg->want_logprobs || msg->n_logprobs > 0;
     r.n_logprobs = msg->n_logprobs;
     r.timeout_us = msg->timeout_us;
+    r.age_us = msg->age_us;
 out:
     if (st == TD_OK) {
         *out = r;

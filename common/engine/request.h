@@ -21,6 +21,7 @@ struct td_token_request {
     bool want_logprobs;
     uint32_t n_logprobs;
     uint64_t timeout_us; /* from receipt; 0: none */
+    uint64_t age_us;     /* at receipt */
 };
 
 /* INVALID: err names the field. NO_MEMORY. On failure out holds nothing. max_context_tokens: of prompt and generated

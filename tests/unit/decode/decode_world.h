@@ -281,7 +281,7 @@ static void lose_router(struct world *w, unsigned r)
 struct ask {
     uint32_t n_prompt, n_generated, max_tokens, min_tokens, last; /* last: value of the last token, if not 0 */
     uint32_t n_logprobs;
-    uint64_t timeout_us, prefill; /* prefill 0: PREFILL_ID */
+    uint64_t timeout_us, age_us, prefill; /* prefill 0: PREFILL_ID */
     bool is_local, no_stop;
     uint32_t salt;
 };
@@ -309,6 +309,7 @@ static struct told *start(struct world *w, unsigned r, uint64_t id, struct ask a
     q.n_stop_ids = a.no_stop ? 0 : 1;
     q.n_logprobs = a.n_logprobs;
     q.timeout_us = a.timeout_us;
+    q.age_us = a.age_us;
     Tandem__V1__DecodeStart m = TANDEM__V1__DECODE_START__INIT;
     m.stream_id = id;
     m.request = &q;
@@ -403,7 +404,7 @@ static void w_broken(void *self, enum td_status st, const char *why)
 }
 
 struct shape {
-    uint32_t n_sliding, n_full, max_batch, chunk;
+    uint32_t n_sliding, n_full, max_batch, chunk, margin;
 };
 static struct world *make_world(struct shape s)
 {
@@ -420,6 +421,7 @@ static struct world *make_world(struct shape s)
                                          .max_context_tokens = CONTEXT,
                                          .max_batch = s.max_batch != 0 ? s.max_batch : 8,
                                          .chunk_tokens = s.chunk != 0 ? s.chunk : 5,
+                                         .return_margin_tokens = s.margin,
                                          .quarantine_ms = 250};
     w->max_batch = o.max_batch;
     w->chunk = o.chunk_tokens;

@@ -478,12 +478,44 @@ static void when_pages_run_out_the_youngest_gives_way_and_the_oldest_always_adva
         assert_int_equal(t[0]->n_tokens, before + 1);
         before = t[0]->n_tokens;
     }
-    expect_finished(t[2], NONE, "NO_PAGES", true);
-    expect_finished(t[1], NONE, "NO_PAGES", true);
+    expect_finished(t[2], NONE, "PREEMPTED", true);
+    expect_finished(t[1], NONE, "PREEMPTED", true);
     assert_true(t[1]->n_tokens > t[2]->n_tokens);
     expect_tokens(t[1], false, t[1]->n_tokens); /* what it had is right: another worker goes on from it */
     expect_finished(t[0], LENGTH, "OK", false);
     expect_tokens(t[0], false, 49);
+    expect_pages_back(w);
+    free_world(w);
+}
+
+static void what_gave_way_comes_back_with_its_rank_when_there_is_a_margin(void **state)
+{
+    (void)state;
+    struct world *w = make_world((struct shape){.n_sliding = 40, .n_full = 18, .margin = 12});
+    w->now_ns += 60 * TD_NS_PER_S;
+    struct told *old = start(w, 0, 1, (struct ask){.n_prompt = 8, .max_tokens = 20, .age_us = 3000});
+    struct told *mid = start(w, 0, 2, (struct ask){.n_prompt = 8, .max_tokens = 50, .age_us = 2000});
+    assert_true(old->is_reserved && mid->is_reserved);
+    complete(w, mid);
+    complete(w, old);
+    for (int i = 0; i < 8; i++) step(w, TD_OK); /* 5 pages each */
+    /* 13 tokens need 4 pages, 3 or 4 more the margin of 12, 2 the others: not now. Without a past it fits. */
+    struct told *back = start(w, 0, 3, (struct ask){.n_prompt = 8, .n_generated = 5, .max_tokens = 30, .age_us = 2500});
+    expect_finished(back, NONE, "NO_PAGES", true);
+    struct told *fresh = start(w, 0, 4, (struct ask){.n_prompt = 13, .max_tokens = 40});
+    assert_true(fresh->is_reserved);
+    cancel(w, 0, 4);
+    answer_stops(w);
+    while (old->n_finished == 0) assert_true(step(w, TD_OK));
+    expect_finished(old, LENGTH, "OK", false);
+    back = start(w, 0, 5, (struct ask){.n_prompt = 8, .n_generated = 5, .max_tokens = 45, .age_us = 2500000});
+    assert_true(back->is_reserved);
+    complete(w, back);
+    run(w);
+    /* It was born before the one that ran meanwhile, so that one gives way. */
+    expect_finished(mid, NONE, "PREEMPTED", true);
+    expect_finished(back, LENGTH, "OK", false);
+    expect_tokens(back, false, 39);
     expect_pages_back(w);
     free_world(w);
 }
@@ -514,7 +546,7 @@ static void the_last_sequence_waits_for_pages_that_a_reservation_gives_back(void
     }
     /* 5 pages hold positions 0..19; the 6th is wanted. The reservation was ended for it, and its sender is asked. */
     assert_int_equal(old->n_finished, 0);
-    expect_finished(young, NONE, "NO_PAGES", true);
+    expect_finished(young, NONE, "PREEMPTED", true);
     assert_int_equal(w->n_stops, 1);
     advance_ms(w, 100);
     assert_null(w->batch);
@@ -854,6 +886,7 @@ int main(void)
         cmocka_unit_test(a_router_that_never_reads_is_dropped_and_the_others_go_on),
         cmocka_unit_test(a_prompt_that_finds_no_room_is_refused_and_one_that_never_will_is_told_so),
         cmocka_unit_test(when_pages_run_out_the_youngest_gives_way_and_the_oldest_always_advances),
+        cmocka_unit_test(what_gave_way_comes_back_with_its_rank_when_there_is_a_margin),
         cmocka_unit_test(a_sequence_alone_that_outgrows_the_pool_ends),
         cmocka_unit_test(the_last_sequence_waits_for_pages_that_a_reservation_gives_back),
         cmocka_unit_test(a_failed_step_loses_its_sequences),
