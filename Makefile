@@ -162,13 +162,16 @@ $(SUPPORT_PROGS): $(BUILD)/bin/%: $(BUILD)/obj/tests/support/%/main.o $(call lin
 	@mkdir -p $(@D)
 	$(call say,link,$@)
 	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
-BENCH_PROGS := $(patsubst tests/bench/%.c,$(BUILD)/bin/bench/%,$(wildcard tests/bench/*.c))
-$(BENCH_PROGS): $(BUILD)/bin/bench/%: $(BUILD)/obj/tests/bench/%.o $(call link_libs,$(WORKER_LAYERS))
+# tests/bench: one program, a subcommand a row of commands.def.
+BENCH_OBJ   := $(patsubst %.c,$(BUILD)/obj/%.o,$(wildcard tests/bench/*.c))
+$(BUILD)/bin/tandem-bench: $(BENCH_OBJ) $(call link_libs,$(WORKER_LAYERS))
 	@mkdir -p $(@D)
 	$(call say,link,$@)
 	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
 .PHONY: bench
-bench: $(BENCH_PROGS)   ## build the benchmark programs into build/bin/bench
+bench: packages-bench ## build build/bin/tandem-bench and print the CPU's figures (ARGS='--only prefill'); its help lists the rest
+	@$(MAKE) --no-print-directory -j$$(nproc) $(BUILD)/bin/tandem-bench
+	@$(BUILD)/bin/tandem-bench cpu $(ARGS)
 
 # ---- CUDA: the plug-in, where nvcc is ------------------------------------------------------------------------------------------
 CU_SRC     := $(wildcard kernels/cuda/*.cu)
@@ -226,7 +229,7 @@ RUN_CTL    := $(BUILD)/bin/tandemctl
 VENV       := build/venv
 PYTEST     := $(VENV)/bin/python -m pytest
 
-.PHONY: help packages packages-test packages-dev run run-built serve serve-built test test-built lint e2e venv asan asan-e2e tsan tsan-e2e soak clang format format-check tidy clean what
+.PHONY: help packages packages-test packages-bench packages-dev run run-built serve serve-built test test-built lint e2e venv asan asan-e2e tsan tsan-e2e soak clang format format-check tidy clean what
 help:           ## this list
 	@sed -n 's/^\([a-z][a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 	@echo "  CUDA=0 builds without CUDA; BUILD=dir, CC=clang, SAN=address,undefined choose another tree, compiler, sanitizer"
@@ -238,6 +241,8 @@ packages:
 	@deploy/install-packages build
 packages-test:
 	@deploy/install-packages build test
+packages-bench:
+	@deploy/install-packages build bench
 packages-dev:
 	@deploy/install-packages build test dev
 

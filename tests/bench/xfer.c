@@ -1,8 +1,11 @@
-/* Puts between two processes of this machine: bandwidth by size and latency, over shared memory and TCP, beside a loop
- * of memcpy over the same bytes in the same run (on shared memory a put is a memcpy, so that is its floor). xfer_bench
- * [shm|tcp|both] [milliseconds per row, default 300] put: one request with 8 segments in flight after another, 4
- * requests at a time. latency: one put of that size, done, flush, done; each with a round through the loop. */
+/* tandem-bench xfer: puts between two processes of this machine, bandwidth by size and latency, over shared memory and
+ * TCP, beside a loop of memcpy over the same bytes in the same run (on shared memory a put is a memcpy, so that is its
+ * floor). put: one request with 8 segments in flight after another, 4 requests at a time. latency: one put of that
+ * size, done, flush, done; each with a round through the loop. */
+#include <getopt.h>
+
 #define PAIR_WITHOUT_CMOCKA 1
+#include "tests/bench/bench.h"
 #include "tests/unit/common/transfer/xfer_pair.h"
 
 #define N_SEGS  8u
@@ -132,13 +135,25 @@ static void table(const char *tls, uint64_t ms)
     pair_close(&p);
 }
 
-int main(int argc, char **argv)
+int td_bench_xfer(int argc, char **argv)
 {
-    child_main(argc, argv);
-    td_log_open("xfer_bench", TD_LOG_WARN);
-    const char *which = argc > 1 ? argv[1] : "both";
-    uint64_t ms = argc > 2 ? strtoull(argv[2], NULL, 10) : 300;
-    if (strcmp(which, "tcp") != 0) table("shm", ms);
-    if (strcmp(which, "shm") != 0) table("tcp", ms);
+    child_main(argc, argv); /* does not return in the other process */
+    const char *tls = "both";
+    uint64_t ms = 300; /* of each row */
+    static const struct option options[] = {
+        {"tls", required_argument, NULL, 't'}, {"ms", required_argument, NULL, 'm'}, {NULL, 0, NULL, 0}};
+    for (int o; (o = getopt_long(argc, argv, "", options, NULL)) != -1;) switch (o) {
+        case 't': tls = optarg; break;
+        case 'm': ms = td_bench_number("ms", optarg, 1); break;
+        default: return 2;
+        }
+    bool is_both = strcmp(tls, "both") == 0, is_shm = is_both || strcmp(tls, "shm") == 0;
+    bool is_tcp = is_both || strcmp(tls, "tcp") == 0;
+    if (optind < argc || !(is_shm || is_tcp)) {
+        fprintf(stderr, "tandem-bench xfer: --tls shm, tcp or both, and --ms\n");
+        return 2;
+    }
+    if (is_shm) table("shm", ms);
+    if (is_tcp) table("tcp", ms);
     return 0;
 }
