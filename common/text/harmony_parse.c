@@ -2,7 +2,8 @@
  *   <|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>It is 12.<|return|>
  * States: HEADER (from the start: the prompt ends inside an assistant's header), BODY, IDLE (between messages).
  *
- * Nothing a model writes is an error. What real models do, and what happens then:
+ * Nothing a model writes is an error. harmony_malformed.def lists what goes wrong in real output and what each kind
+ * yields; the rules behind it:
  *   no <|message|> before a terminator       the header's text is the message (recover)
  *   <|start|> or <|channel|> inside a body   the message ends there
  *   text where <|start|> belongs             a header begins, without a role
@@ -146,11 +147,10 @@ static void add_text(struct parser *p, const uint8_t *text, size_t n)
 {
     if (p->message.kind == TD_CHAT_CALL && !p->has_text) {
         td_buf_put(&p->blank, text, n);
-        struct td_text all = {(char *)p->blank.data, p->blank.n};
         if (p->blank.failed)
             p->base.failed = true;
-        else if (trim(all).n > 0)
-            emit_text(p, all.p, all.n);
+        else if (trim((struct td_text){(const char *)text, n}).n > 0)
+            emit_text(p, p->blank.data, p->blank.n);
     } else {
         emit_text(p, text, n);
     }
@@ -304,9 +304,11 @@ static bool has_recipient(struct parser *p)
     return value_of(&p->recipient) != NULL;
 }
 
+/* A word that ends in a dot is the end of a sentence that stands before a header. */
 static bool names_a_tool(const struct parser *p, struct td_text word)
 {
-    return has_char(word, '.') || is_declared(p, word) || equals(word, "python") || equals(word, "browser") ||
+    bool has_dot = has_char((struct td_text){word.p, word.n - 1}, '.');
+    return has_dot || is_declared(p, word) || equals(word, "python") || equals(word, "browser") ||
            equals(word, "container");
 }
 
@@ -368,6 +370,11 @@ static void recover_from(struct parser *p, struct header *h)
         if (starts_with(w, "to=")) {
             had_to = true;
             if (w.n > 3) to = skip(w, 3);
+        } else if (had_to && starts_with(w, constrain_mark) && has_char(w, '{')) { /* arguments are glued to it */
+            type = up_to(w, '{');
+            rest = skip(w, type.n);
+            rest.n += behind.n;
+            break;
         } else if (had_to && (starts_with(w, constrain_mark) || equals(w, "json"))) {
             type = w;
         } else {

@@ -5,7 +5,7 @@
 #include "deploy/ctl/options.h"
 
 extern const struct td_command td_ctl_up, td_ctl_generate, td_ctl_chat, td_ctl_tokenize, td_ctl_detokenize,
-    td_ctl_status, td_ctl_drain;
+    td_ctl_render, td_ctl_parse, td_ctl_status, td_ctl_drain;
 
 /* Exit statuses beside 0. */
 #define TD_CTL_FAILED      1

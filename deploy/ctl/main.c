@@ -8,8 +8,10 @@
 #include "common/config/config.h"
 #include "deploy/ctl/commands.h"
 
-static const struct td_command *const commands[] = {&td_ctl_up,       &td_ctl_generate,   &td_ctl_chat, &td_ctl_status,
-                                                    &td_ctl_tokenize, &td_ctl_detokenize, &td_ctl_drain};
+static const struct td_command *const commands[] = {
+    &td_ctl_up,         &td_ctl_generate, &td_ctl_chat,  &td_ctl_status, &td_ctl_tokenize,
+    &td_ctl_detokenize, &td_ctl_render,   &td_ctl_parse, &td_ctl_drain,
+};
 
 static void print_help(FILE *f)
 {
