@@ -273,7 +273,9 @@ venv: $(VENV)/.done
 e2e: venv $(SUPPORT_PROGS) all ## end-to-end tests (pytest; ARGS='-k name')
 	BUILD=$(BUILD) $(PYTEST) -q tests/cluster tests/kernels $(ARGS)
 
-soak: venv $(SUPPORT_PROGS) all ## random load while workers die: 200 kills, an hour (ARGS='--kills 20 --minutes 5 --seed 7')
+STREAMS    ?= 1000000
+soak: venv $(SUPPORT_PROGS) all $(BUILD)/unit/common/text/harmony_streams_test ## a million odd model outputs; random load while workers die: 200 kills, an hour (ARGS='--kills 20 --minutes 5 --seed 7')
+	TANDEM_STREAMS=$(STREAMS) $(BUILD)/unit/common/text/harmony_streams_test
 	BUILD=$(BUILD) $(VENV)/bin/python tests/cluster/soak.py $(ARGS)
 
 ASAN_ENV   := ASAN_OPTIONS=detect_leaks=1:abort_on_error=0:strict_string_checks=1 LSAN_OPTIONS=suppressions=$(CURDIR)/tests/support/lsan.supp:print_suppressions=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
