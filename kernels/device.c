@@ -140,6 +140,11 @@ enum td_status td_stream_copy_out(struct td_stream *s, void *to_host, const void
     return s->device->backend->copy_out(s, to_host, from, bytes);
 }
 
+enum td_status td_stream_copy(struct td_stream *s, void *to, const void *from, size_t bytes)
+{
+    return s->device->backend->copy(s, to, from, bytes);
+}
+
 bool td_device_can_sample(const struct td_device *d) { return d->backend->sample != NULL; }
 
 enum td_status td_stream_sample(struct td_stream *s, const struct td_sample_args *a)

@@ -49,6 +49,7 @@ struct td_backend {
     /* In stream order; the host memory is alloc_host's and stays untouched until the stream passes. */
     enum td_status (*copy_in)(struct td_stream *s, void *to, const void *from_host, size_t bytes);
     enum td_status (*copy_out)(struct td_stream *s, void *to_host, const void *from, size_t bytes);
+    enum td_status (*copy)(struct td_stream *s, void *to, const void *from, size_t bytes); /* both on the device */
     /* NULL for a backend without graphs. */
     enum td_status (*graph_begin)(struct td_stream *s);
     enum td_status (*graph_end)(struct td_stream *s, struct td_graph **out);
@@ -102,6 +103,7 @@ void td_stream_destroy(struct td_stream *s); /* NULL is fine; waits */
 enum td_status td_stream_sync(struct td_stream *s);
 enum td_status td_stream_copy_in(struct td_stream *s, void *to, const void *from_host, size_t bytes);
 enum td_status td_stream_copy_out(struct td_stream *s, void *to_host, const void *from, size_t bytes);
+enum td_status td_stream_copy(struct td_stream *s, void *to, const void *from, size_t bytes); /* within the device */
 
 /* Draws on the device; UNSUPPORTED where the backend leaves that to the host. */
 bool td_device_can_sample(const struct td_device *d);

@@ -137,6 +137,7 @@ const struct td_backend td_backend_cpu = {
     .stream_sync = cpu_stream_sync,
     .copy_in = cpu_stream_copy,
     .copy_out = cpu_stream_copy,
+    .copy = cpu_stream_copy,
     .ops =
         {
 #define X(op, meaning) .op = td_cpu_##op,

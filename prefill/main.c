@@ -63,6 +63,7 @@ static enum td_status create_worker(struct td_prefill_daemon *d, struct td_err *
     struct td_prefill_worker_options o = {
         .model = td_model_config_of(w->model),
         .max_context_tokens = w->max_context_tokens,
+        .has_prefix_cache = w->cfg.prefix_cache != 0,
         .chunk_tokens = d->chunk_tokens,
         .max_waiting = MAX_WAITING,
     };

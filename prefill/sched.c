@@ -65,17 +65,47 @@ static void drop_sliding_before(const struct td_prefill_sched *s, struct td_pref
 
 void td_prefill_seq_deinit(struct td_prefill_seq *q, const struct td_prefill_sched *s)
 {
+    if (s->prefix != NULL) td_kv_prefix_copied(s->prefix, &q->hit);
     drop_sliding_before(s, q, UINT32_MAX);
-    for (uint32_t b = 0; q->has_full && b < q->n_blocks; b++) drop(s, q, TD_KV_FULL, b);
+    /* The last first: a block is only known as long as those before it are. */
+    for (uint32_t b = q->n_blocks; q->has_full && b-- > 0;) drop(s, q, TD_KV_FULL, b);
     for (int g = 0; g < TD_KV_N_GROUPS; g++) free(q->pages[g]);
     memset(q, 0, sizeof *q);
 }
 
-enum td_status td_prefill_sched_reserve(const struct td_prefill_sched *s, struct td_prefill_seq *q)
+static enum td_status reserve(const struct td_prefill_sched *s, struct td_prefill_seq *q)
 {
-    enum td_status st = td_kv_pages_alloc(s->pages, TD_KV_FULL, q->n_blocks, q->holder, q->pages[TD_KV_FULL]);
+    uint32_t first = q->hit.n_blocks;
+    enum td_status st =
+        td_kv_pages_alloc(s->pages, TD_KV_FULL, q->n_blocks - first, q->holder, q->pages[TD_KV_FULL] + first);
     q->has_full = st == TD_OK;
     return st;
+}
+
+enum td_status td_prefill_sched_reserve(const struct td_prefill_sched *s, struct td_prefill_seq *q,
+                                        const uint32_t *tokens)
+{
+    if (s->prefix != NULL) td_kv_prefix_find_compute(s->prefix, tokens, q->n_tokens, q->holder, q->pages, &q->hit);
+    enum td_status st = reserve(s, q);
+    if (st != TD_OK && q->hit.n_tokens > 0) { /* what is known, and the page to copy, may be in the way of the rest */
+        td_kv_prefix_drop(s->prefix, &q->hit, q->pages);
+        q->hit.chain.prompt_blocks = q->n_tokens / s->kv[TD_KV_FULL].page_tokens;
+        st = reserve(s, q);
+    }
+    if (st != TD_OK) return st;
+    if (s->prefix != NULL) td_kv_prefix_count(&q->hit);
+    q->n_done = q->n_cached = q->hit.n_tokens;
+    q->sliding_first = q->hit.first_sliding;
+    q->n_sliding = q->hit.n_blocks - q->hit.first_sliding;
+    return TD_OK;
+}
+
+uint32_t td_prefill_seq_copies(const struct td_prefill_seq *q, struct td_page_copy out[TD_KV_N_GROUPS])
+{
+    if (!q->hit.has_copy) return 0;
+    for (int g = 0; g < TD_KV_N_GROUPS; g++)
+        out[g] = (struct td_page_copy){(enum td_kv_group)g, q->hit.copy_from[g], q->pages[g][q->hit.n_blocks]};
+    return TD_KV_N_GROUPS;
 }
 
 enum td_status td_prefill_sched_chunk(const struct td_prefill_sched *s, struct td_prefill_seq *q,
@@ -84,7 +114,12 @@ enum td_status td_prefill_sched_chunk(const struct td_prefill_sched *s, struct t
     uint32_t left = q->n_tokens - q->n_done, n = left < s->chunk_tokens ? left : s->chunk_tokens;
     uint32_t first = first_visible(s, q->n_done), end = blocks(s, TD_KV_SLIDING, q->n_done + n);
     if (q->n_sliding == 0) q->sliding_first = first;
-    uint32_t have = q->sliding_first + q->n_sliding;
+    uint32_t have = q->sliding_first + q->n_sliding, n_free = td_kv_pages_n_free(s->pages, TD_KV_SLIDING);
+    /* The page that is copied from comes on top of what the pool is laid out for, until this chunk is done. */
+    if (q->hit.has_copy && n_free > 0 && end > have + n_free) {
+        end = have + n_free;
+        n = end * s->kv[TD_KV_SLIDING].page_tokens - q->n_done;
+    }
     if (end > have) {
         enum td_status st =
             td_kv_pages_alloc(s->pages, TD_KV_SLIDING, end - have, q->holder, q->pages[TD_KV_SLIDING] + have);
@@ -109,10 +144,15 @@ uint32_t td_prefill_seq_ready_end(const struct td_prefill_seq *q, const struct t
     return g == TD_KV_FULL ? (q->n_done + q->n_chunk) / s->kv[g].page_tokens : 0;
 }
 
-void td_prefill_sched_chunk_done(const struct td_prefill_sched *s, struct td_prefill_seq *q)
+void td_prefill_sched_chunk_done(const struct td_prefill_sched *s, struct td_prefill_seq *q, const uint32_t *tokens)
 {
     q->n_done += q->n_chunk;
     q->n_chunk = 0;
+    if (s->prefix != NULL) {
+        const uint32_t *const pages[] = {q->pages[TD_KV_SLIDING], q->pages[TD_KV_FULL]};
+        td_kv_prefix_copied(s->prefix, &q->hit);
+        td_kv_prefix_enter(s->prefix, &q->hit.chain, tokens, q->n_done, pages);
+    }
     drop_sliding_before(s, q, first_visible(s, q->n_done));
 }
 

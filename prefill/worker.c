@@ -88,6 +88,7 @@ struct td_prefill_run {
     uint64_t decode; /* incarnation of the target */
     struct td_tx_send *send;
     struct td_segment seg;
+    struct td_page_copy copies[TD_KV_N_GROUPS];
     struct td_batch batch;
     bool has_batch;  /* in the engine */
     bool is_stalled; /* COMPUTING, but the next chunk found no page or no place in the engine */
@@ -205,6 +206,8 @@ static void submit_chunk(struct td_prefill_run *r)
     memset(&r->batch, 0, sizeof r->batch);
     r->batch.segments = &r->seg;
     r->batch.n_segments = 1;
+    r->batch.copies = r->copies;
+    r->batch.n_copies = td_prefill_seq_copies(&r->seq, r->copies);
     r->batch.want_layers = true;
     r->batch.user = r;
     st = w->ports.submit(w->ports.self, &r->batch);
@@ -213,6 +216,8 @@ static void submit_chunk(struct td_prefill_run *r)
         if (st != TD_E_BUSY) step(r, EV_FAILED, st, "the engine refused the chunk");
         return;
     }
+    if (r->seq.n_sliding > td_metric_value(TD_M_sequence_sliding_pages_max))
+        td_metric_set(TD_M_sequence_sliding_pages_max, r->seq.n_sliding);
     r->is_stalled = false;
     r->has_batch = true;
     w->n_batches++;
@@ -225,7 +230,7 @@ static void submit_chunk(struct td_prefill_run *r)
 static void take_turn(struct td_prefill_run *r)
 {
     struct td_prefill_worker *w = r->w;
-    enum td_status st = td_prefill_sched_reserve(&w->sched, &r->seq);
+    enum td_status st = td_prefill_sched_reserve(&w->sched, &r->seq, r->req.tokens);
     if (st != TD_OK) {
         if (st != TD_E_NO_PAGES || !others_hold_pages(r)) step(r, EV_FAILED, st, "no pages for the prompt");
         return;
@@ -294,6 +299,7 @@ static void drew(struct td_prefill_run *r)
     }
     first.finish_reason = td_token_request_append(&r->req, token);
     r->first_ns = now(w);
+    first.cached_tokens = r->seq.n_cached;
     first.queue_us = (r->turn_ns - r->arrived_ns) / 1000;
     first.prefill_us = (r->first_ns - r->arrived_ns) / 1000;
     Tandem__V1__RunEvent ev = TANDEM__V1__RUN_EVENT__INIT;
@@ -327,7 +333,7 @@ void td_prefill_worker_on_done(struct td_prefill_worker *w, struct td_batch *b, 
         td_prefill_sched_chunk_undone(&r->seq);
         rest(r);
     } else {
-        td_prefill_sched_chunk_done(&w->sched, &r->seq);
+        td_prefill_sched_chunk_done(&w->sched, &r->seq, r->req.tokens);
         if (r->seq.n_done == r->seq.n_tokens)
             drew(r);
         else
@@ -491,6 +497,13 @@ enum td_status td_prefill_worker_create(const struct td_prefill_worker_options *
     w->sched.pages = kv;
     memcpy(w->sched.kv, o->kv, sizeof w->sched.kv);
     td_list_init(&w->runs);
+    if (o->has_prefix_cache) {
+        enum td_status st = td_kv_prefix_create(o->kv, o->model->window, kv, &w->sched.prefix);
+        if (st != TD_OK) {
+            free(w);
+            return st;
+        }
+    }
     *out = w;
     return TD_OK;
 }
@@ -499,6 +512,7 @@ void td_prefill_worker_destroy(struct td_prefill_worker *w)
 {
     if (w == NULL) return;
     TD_LIST_FOREACH_SAFE (it, &w->runs) run_free(TD_LIST_ENTRY(it, struct td_prefill_run, link));
+    td_kv_prefix_destroy(w->sched.prefix);
     free(w);
 }
 
@@ -538,14 +552,15 @@ void td_prefill_worker_describe(const struct td_prefill_worker *w, struct td_buf
         const struct td_prefill_run *r = TD_LIST_ENTRY(it, struct td_prefill_run, link);
         td_buf_printf(out, "%s{\"request\":", comma);
         td_json_quote_str(out, r->req.id);
-        td_buf_printf(out,
-                      ",\"state\":\"%s\",\"age_ms\":%" PRIu64 ",\"state_age_ms\":%" PRIu64
-                      ",\"tokens\":%u,\"tokens_done\":%u,\"decode\":\"%016" PRIx64
-                      "\",\"in_engine\":%s,\"is_sending\":%s,\"is_stalled\":%s,\"deadline_in_ms\":",
-                      state_names[r->state], (uint64_t)((t - r->arrived_ns) / TD_NS_PER_MS),
-                      (uint64_t)((t - r->entered_ns) / TD_NS_PER_MS), r->seq.n_tokens, r->seq.n_done, r->decode,
-                      r->has_batch ? "true" : "false", r->send != NULL ? "true" : "false",
-                      r->is_stalled ? "true" : "false");
+        td_buf_printf(
+            out,
+            ",\"state\":\"%s\",\"age_ms\":%" PRIu64 ",\"state_age_ms\":%" PRIu64
+            ",\"tokens\":%u,\"tokens_done\":%u,\"cached_tokens\":%u,\"sliding_pages\":%u,\"decode\":\"%016" PRIx64
+            "\",\"in_engine\":%s,\"is_sending\":%s,\"is_stalled\":%s,\"deadline_in_ms\":",
+            state_names[r->state], (uint64_t)((t - r->arrived_ns) / TD_NS_PER_MS),
+            (uint64_t)((t - r->entered_ns) / TD_NS_PER_MS), r->seq.n_tokens, r->seq.n_done, r->seq.n_cached,
+            r->seq.n_sliding, r->decode, r->has_batch ? "true" : "false", r->send != NULL ? "true" : "false",
+            r->is_stalled ? "true" : "false");
         if (r->deadline_ns == TD_NEVER_NS)
             td_buf_str(out, "null}");
         else
@@ -553,5 +568,10 @@ void td_prefill_worker_describe(const struct td_prefill_worker *w, struct td_buf
                           (uint64_t)(r->deadline_ns > t ? (r->deadline_ns - t) / TD_NS_PER_MS : 0));
         comma = ",";
     }
-    td_buf_str(out, "]}");
+    td_buf_str(out, "]");
+    if (w->sched.prefix != NULL) {
+        td_buf_str(out, ",\"prefix_cache\":");
+        td_kv_prefix_describe(w->sched.prefix, out);
+    }
+    td_buf_str(out, "}");
 }

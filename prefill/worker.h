@@ -32,6 +32,7 @@ struct td_prefill_ports {
 struct td_prefill_worker_options {
     const struct td_model_config *model; /* outlives the worker */
     struct td_kv_group_layout kv[TD_KV_N_GROUPS];
+    bool has_prefix_cache;
     uint32_t max_context_tokens;
     uint32_t chunk_tokens;
     uint32_t max_waiting; /* requests beside the one that is computed; more are refused with BUSY */

@@ -38,6 +38,12 @@ struct td_page_table {
     uint32_t first_block, n_blocks;
 };
 
+/* A page whose tokens are known in part is copied, so that the rest can be written without touching the original. */
+struct td_page_copy {
+    enum td_kv_group group;
+    uint32_t from, to;
+};
+
 struct td_segment {
     /* in */
     const uint32_t *tokens;  /* n_tokens ids, the sequence's positions start .. start + n_tokens - 1 */
@@ -65,6 +71,8 @@ struct td_segment {
 struct td_batch {
     struct td_segment *segments;
     uint32_t n_segments;
+    const struct td_page_copy *copies; /* made before anything is computed, whole pages of every layer */
+    uint32_t n_copies;
     bool want_layers; /* on_layer is called after each layer's KV is stored */
     /* The only field that may be set after submit: nobody wants the results any more, and the pass ends between two layers
      * with CANCELED. A long prompt's pages and compute come back within a layer's time. */

@@ -429,10 +429,28 @@ out:
 }
 
 /* One rank's part of a pass whose plan is there. All ranks leave together: what they shared may change after. */
+/* This rank's heads of the pages; in stream order before all that reads or writes them. */
+static enum td_status copy_pages(struct td_forward *f, const struct td_batch *b)
+{
+    for (uint32_t i = 0; i < b->n_copies; i++) {
+        const struct td_page_copy *c = &b->copies[i];
+        const struct td_kv_group_layout *l = &f->o.kv[c->group];
+        uint8_t *base = f->o.kv_base[c->group];
+        for (uint32_t layer = 0; layer < l->n_layers; layer++) {
+            enum td_status st =
+                td_stream_copy(f->stream, base + td_kv_offset(l, layer, c->to, 0, false, 0),
+                               base + td_kv_offset(l, layer, c->from, 0, false, 0), td_kv_page_bytes(l));
+            if (st != TD_OK) return st;
+        }
+    }
+    return TD_OK;
+}
+
 static enum td_status run_rank(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
                                void *user)
 {
     enum td_status st = td_plan_take(f, f->group != NULL ? f->group->leader : f);
+    if (st == TD_OK) st = copy_pages(f, b);
     if (st == TD_OK) st = run_layers(f, b, on_layer, user);
     if (st == TD_OK || st == TD_E_CANCELED) {
         enum td_status met = meet(f);

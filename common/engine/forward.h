@@ -50,7 +50,8 @@ enum td_status td_forward_create_rank(struct td_model *model, const struct td_en
 void td_forward_free(struct td_forward *f); /* zero-initialised is fine */
 
 /* Can this batch run here? INVALID: over the limits, a token out of vocabulary, a page table that misses a visible
- * position or names a page that does not exist. Any thread: reads the batch and the options only. */
+ * position, or a table or copy that names a page that does not exist. Any thread: reads the batch and the options only.
+ */
 enum td_status td_forward_check(const struct td_forward *f, const struct td_batch *b);
 /* Runs it: the leader's call. on_layer (may be NULL) is called when the layer's KV is in its pages, before the rest of
  * the layer is computed: by each rank for its own pages, on its own thread. A failure other than CANCELED breaks the

@@ -13,18 +13,21 @@
 
 struct page {
     uint32_t refs;
-    char holder[60];
+    bool is_kept;
+    char holder[59];
 };
 
 struct group {
-    uint32_t n_pages, n_free;
-    uint32_t first_word; /* no page below this word is free */
+    uint32_t n_pages, n_free; /* n_free: neither held nor kept */
+    uint32_t n_kept;          /* by nobody but the cache */
+    uint32_t first_word;      /* no page below this word is free */
     uint64_t *free_bits;
     struct page *pages;
 };
 
 struct td_kv_pages {
     struct group groups[TD_KV_N_GROUPS];
+    struct td_kv_keeper keeper;
 };
 
 static struct group *group_of(const struct td_kv_pages *kv, enum td_kv_group g)
@@ -123,8 +126,13 @@ enum td_status td_kv_pages_alloc(struct td_kv_pages *kv, enum td_kv_group g, uin
                                  uint32_t *pages_out)
 {
     struct group *gr = group_of(kv, g);
-    if (n > gr->n_free) return TD_E_NO_PAGES;
+    if (n > gr->n_free + gr->n_kept) return TD_E_NO_PAGES;
     if (n == 0) return TD_OK;
+    while (n > gr->n_free) {
+        uint32_t before = gr->n_kept;
+        kv->keeper.evict(kv->keeper.self, g);
+        TD_CHECK(gr->n_kept < before);
+    }
     uint32_t begin = gr->first_word * WORD_BITS, start, end;
     for (uint32_t from = begin; next_run(gr, from, &start, &end); from = end) {
         if (end - start < n) continue;
@@ -149,6 +157,14 @@ void td_kv_pages_ref(struct td_kv_pages *kv, enum td_kv_group g, uint32_t page)
     p->refs++;
 }
 
+static void set_free(struct group *gr, uint32_t page)
+{
+    uint32_t w = page / WORD_BITS;
+    gr->free_bits[w] |= 1ull << (page % WORD_BITS);
+    gr->n_free++;
+    if (w < gr->first_word) gr->first_word = w;
+}
+
 void td_kv_pages_unref(struct td_kv_pages *kv, enum td_kv_group g, uint32_t page)
 {
     struct group *gr = group_of(kv, g);
@@ -156,10 +172,12 @@ void td_kv_pages_unref(struct td_kv_pages *kv, enum td_kv_group g, uint32_t page
     TD_CHECK(p->refs > 0);
     if (--p->refs > 0) return;
     p->holder[0] = '\0';
-    uint32_t w = page / WORD_BITS;
-    gr->free_bits[w] |= 1ull << (page % WORD_BITS);
-    gr->n_free++;
-    if (w < gr->first_word) gr->first_word = w;
+    if (p->is_kept) {
+        gr->n_kept++;
+        kv->keeper.idle(kv->keeper.self, g, page);
+    } else {
+        set_free(gr, page);
+    }
 }
 
 uint32_t td_kv_pages_refs(const struct td_kv_pages *kv, enum td_kv_group g, uint32_t page)
@@ -167,8 +185,49 @@ uint32_t td_kv_pages_refs(const struct td_kv_pages *kv, enum td_kv_group g, uint
     return page_of(kv, g, page)->refs;
 }
 
-uint32_t td_kv_pages_n_free(const struct td_kv_pages *kv, enum td_kv_group g) { return group_of(kv, g)->n_free; }
+uint32_t td_kv_pages_n_free(const struct td_kv_pages *kv, enum td_kv_group g)
+{
+    const struct group *gr = group_of(kv, g);
+    return gr->n_free + gr->n_kept;
+}
+
+uint32_t td_kv_pages_n_kept(const struct td_kv_pages *kv, enum td_kv_group g) { return group_of(kv, g)->n_kept; }
 uint32_t td_kv_pages_n_total(const struct td_kv_pages *kv, enum td_kv_group g) { return group_of(kv, g)->n_pages; }
+
+/* --- the prefix cache's ------------------------------------------------------------------------------------ */
+
+void td_kv_pages_set_keeper(struct td_kv_pages *kv, const struct td_kv_keeper *k)
+{
+    kv->keeper = k != NULL ? *k : (struct td_kv_keeper){0};
+}
+
+void td_kv_pages_keep(struct td_kv_pages *kv, enum td_kv_group g, uint32_t page)
+{
+    struct page *p = page_of(kv, g, page);
+    TD_CHECK(p->refs > 0 && !p->is_kept && kv->keeper.evict != NULL);
+    p->is_kept = true;
+}
+
+void td_kv_pages_forget(struct td_kv_pages *kv, enum td_kv_group g, uint32_t page)
+{
+    struct group *gr = group_of(kv, g);
+    struct page *p = page_of(kv, g, page);
+    TD_CHECK(p->is_kept);
+    p->is_kept = false;
+    if (p->refs > 0) return;
+    gr->n_kept--;
+    set_free(gr, page);
+}
+
+void td_kv_pages_hold(struct td_kv_pages *kv, enum td_kv_group g, uint32_t page, const char *holder)
+{
+    struct page *p = page_of(kv, g, page);
+    TD_CHECK((p->refs > 0 || p->is_kept) && p->refs < UINT32_MAX);
+    if (p->refs++ > 0) return;
+    group_of(kv, g)->n_kept--;
+    set_holder(p, holder);
+    kv->keeper.busy(kv->keeper.self, g, page);
+}
 
 /* --- for people -------------------------------------------------------------------------------------------- */
 
@@ -191,9 +250,9 @@ void td_kv_pages_describe(const struct td_kv_pages *kv, struct td_buf *json_out)
         const struct group *gr = &kv->groups[g];
         uint32_t n_shared = 0;
         for (uint32_t p = 0; p < gr->n_pages; p++) n_shared += gr->pages[p].refs > 1;
-        n_used += gr->n_pages - gr->n_free;
-        td_buf_printf(json_out, "\"%s\":{\"total\":%u,\"free\":%u,\"shared\":%u},", names[g], gr->n_pages, gr->n_free,
-                      n_shared);
+        n_used += gr->n_pages - gr->n_free - gr->n_kept;
+        td_buf_printf(json_out, "\"%s\":{\"total\":%u,\"free\":%u,\"cached\":%u,\"shared\":%u},", names[g], gr->n_pages,
+                      gr->n_free + gr->n_kept, gr->n_kept, n_shared);
     }
     td_buf_str(json_out, "\"holders\":[");
     struct held *held = td_calloc(n_used, sizeof *held);

@@ -37,6 +37,12 @@ static enum td_status check_segment(const struct td_forward *f, const struct td_
 enum td_status td_forward_check(const struct td_forward *f, const struct td_batch *b)
 {
     if (b->n_segments == 0 || b->n_segments > f->o.max_batch_segments) return TD_E_INVALID;
+    for (uint32_t i = 0; i < b->n_copies; i++) {
+        const struct td_page_copy *c = &b->copies[i];
+        if (c->group >= TD_KV_N_GROUPS || c->from >= f->o.kv[c->group].n_pages || c->to >= f->o.kv[c->group].n_pages ||
+            c->from == c->to)
+            return TD_E_INVALID;
+    }
     uint64_t n_rows = 0;
     for (uint32_t i = 0; i < b->n_segments; i++) {
         enum td_status st = check_segment(f, &b->segments[i]);

@@ -60,6 +60,7 @@ unsigned td_http_status_of(enum td_status st)
     case TD_E_CANCELED:
     case TD_E_SLOW_CLIENT: return 499;
     case TD_E_NO_PAGES:
+    case TD_E_PREEMPTED:
     case TD_E_BUSY:
     case TD_E_NO_MEMORY: return 429;
     case TD_E_UNIMPLEMENTED: return 501;

@@ -211,6 +211,8 @@ void td_worker_refresh_metrics(void *user)
     struct td_worker *w = user;
     td_metric_set(TD_M_kv_pages_free_sliding, td_kv_pages_n_free(w->kv, TD_KV_SLIDING));
     td_metric_set(TD_M_kv_pages_free_full, td_kv_pages_n_free(w->kv, TD_KV_FULL));
+    td_metric_set(TD_M_kv_pages_cached_sliding, td_kv_pages_n_kept(w->kv, TD_KV_SLIDING));
+    td_metric_set(TD_M_kv_pages_cached_full, td_kv_pages_n_kept(w->kv, TD_KV_FULL));
     td_metric_set(TD_M_kv_pages_total_sliding, td_kv_pages_n_total(w->kv, TD_KV_SLIDING));
     td_metric_set(TD_M_kv_pages_total_full, td_kv_pages_n_total(w->kv, TD_KV_FULL));
     if (w->role->refresh_metrics != NULL) w->role->refresh_metrics(w->self);

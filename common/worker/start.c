@@ -97,6 +97,13 @@ enum td_status td_worker_lay_out_kv(struct td_worker *w, uint32_t n_sliding, str
             .page_tokens = w->cfg.kv_page_tokens,
             .dtype = dtype,
         };
+    /* Windows of cached boundaries: 2 pages for every TD_KV_PREFIX_STRIDE of full layers. */
+    if (w->cfg.prefix_cache != 0) {
+        uint64_t both = 0;
+        for (int g = 0; g < TD_KV_N_GROUPS; g++) both += td_kv_page_bytes(&w->kv_layout[g]) * w->kv_layout[g].n_layers;
+        uint64_t extra = both > 0 ? w->cfg.kv_bytes / both / 4 : 0;
+        n_sliding += extra < UINT32_MAX - n_sliding ? (uint32_t)extra : 0;
+    }
     /* --kv-bytes is the worker's, shared by its ranks: the number of pages is the same for every --tp. */
     enum td_status st = td_kv_split(w->cfg.kv_bytes, n_sliding, w->kv_layout, err);
     for (int g = 0; g < TD_KV_N_GROUPS; g++) w->kv_layout[g].n_heads /= w->cfg.tp;

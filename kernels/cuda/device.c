@@ -167,6 +167,12 @@ static enum td_status cuda_copy_out(struct td_stream *s, void *to, const void *f
                           "copy from the device");
 }
 
+static enum td_status cuda_copy(struct td_stream *s, void *to, const void *from, size_t bytes)
+{
+    return td_cuda_status(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, td_cuda_stream_of(s)->s),
+                          "copy on the device");
+}
+
 /* ---- graphs ---- */
 
 static enum td_status cuda_graph_begin(struct td_stream *s)
@@ -221,6 +227,7 @@ static const struct td_backend backend = {
     .stream_sync = cuda_stream_sync,
     .copy_in = cuda_copy_in,
     .copy_out = cuda_copy_out,
+    .copy = cuda_copy,
     .graph_begin = cuda_graph_begin,
     .graph_end = cuda_graph_end,
     .graph_launch = cuda_graph_launch,

@@ -35,7 +35,7 @@ static void chunks_hold_what_they_see_and_no_more(void **state)
             for (uint32_t n = 1; n <= 300; n += 13) {
                 struct td_prefill_seq q;
                 assert_int_equal(td_prefill_seq_init(&q, &s, n, "r"), TD_OK);
-                assert_int_equal(td_prefill_sched_reserve(&s, &q), TD_OK);
+                assert_int_equal(td_prefill_sched_reserve(&s, &q, tokens), TD_OK);
                 uint32_t at = 0;
                 while (at < n) {
                     struct td_segment seg = {0};
@@ -54,7 +54,7 @@ static void chunks_hold_what_they_see_and_no_more(void **state)
                     assert_int_equal(td_prefill_seq_is_last_chunk(&q), at == n);
                     assert_int_equal(td_prefill_seq_ready_end(&q, &s, TD_KV_FULL), at == n ? (n + P - 1) / P : at / P);
                     assert_int_equal(td_prefill_seq_ready_end(&q, &s, TD_KV_SLIDING), at == n ? (n + P - 1) / P : 0);
-                    td_prefill_sched_chunk_done(&s, &q);
+                    td_prefill_sched_chunk_done(&s, &q, tokens);
                 }
                 /* What the decode worker wants is still here, and little else. */
                 uint32_t first, end;
@@ -80,7 +80,7 @@ static void a_chunk_without_pages_can_be_tried_again(void **state)
     struct td_prefill_seq q;
     struct td_segment seg;
     assert_int_equal(td_prefill_seq_init(&q, &s, 100, "r"), TD_OK);
-    assert_int_equal(td_prefill_sched_reserve(&s, &q), TD_OK);
+    assert_int_equal(td_prefill_sched_reserve(&s, &q, tokens), TD_OK);
     assert_int_equal(td_kv_pages_alloc(s.pages, TD_KV_SLIDING, 2, "other", others), TD_OK);
     assert_int_equal(td_prefill_sched_chunk(&s, &q, tokens, &seg), TD_E_NO_PAGES);
     td_kv_pages_unref(s.pages, TD_KV_SLIDING, others[0]);
@@ -92,6 +92,61 @@ static void a_chunk_without_pages_can_be_tried_again(void **state)
     assert_int_equal(td_kv_pages_n_free(s.pages, TD_KV_SLIDING), 2);
     td_kv_pages_unref(s.pages, TD_KV_SLIDING, others[1]);
     td_kv_pages_destroy(s.pages);
+}
+
+/* Computes all of a prompt; how many of its tokens were in the cache. Chunks begin behind them. */
+static uint32_t compute(const struct td_prefill_sched *s, const uint32_t *tokens, uint32_t n, uint32_t *n_chunks_out)
+{
+    struct td_prefill_seq q;
+    struct td_page_copy copies[TD_KV_N_GROUPS];
+    assert_int_equal(td_prefill_seq_init(&q, s, n, "r"), TD_OK);
+    assert_int_equal(td_prefill_sched_reserve(s, &q, tokens), TD_OK);
+    uint32_t n_cached = q.n_cached;
+    *n_chunks_out = 0;
+    while (q.n_done < n) {
+        struct td_segment seg = {0};
+        uint32_t at = q.n_done;
+        assert_int_equal(td_prefill_sched_chunk(s, &q, tokens, &seg), TD_OK);
+        assert_int_equal(seg.start, at);
+        /* Only the first chunk copies, and only into a page that it then writes. */
+        uint32_t n_copies = td_prefill_seq_copies(&q, copies);
+        assert_int_equal(n_copies, at == n_cached && n_cached % P != 0 ? 2 : 0);
+        for (uint32_t i = 0; i < n_copies; i++) {
+            assert_int_equal(copies[i].to, q.pages[copies[i].group][at / P]);
+            assert_int_equal(td_kv_pages_refs(s->pages, copies[i].group, copies[i].to), 1);
+            assert_int_not_equal(copies[i].from, copies[i].to);
+        }
+        td_prefill_sched_chunk_done(s, &q, tokens);
+        ++*n_chunks_out;
+    }
+    td_prefill_seq_deinit(&q, s);
+    return n_cached;
+}
+
+static void what_is_known_of_a_prompt_is_not_computed_again(void **state)
+{
+    (void)state;
+    uint32_t tokens[300], n_chunks;
+    for (uint32_t i = 0; i < 300; i++) tokens[i] = i;
+    /* With no sliding page more than a chunk needs, so that the page to copy is in the way. */
+    for (uint32_t chunk = 16; chunk <= 64; chunk += 16) {
+        uint32_t n_sliding = td_prefill_sched_sliding_compute(32, chunk, P);
+        struct td_prefill_sched s = sched(n_sliding, 19, 32, chunk);
+        assert_int_equal(td_kv_prefix_create(s.kv, s.window_tokens, s.pages, &s.prefix), TD_OK);
+        assert_int_equal(compute(&s, tokens, 100, &n_chunks), 0);
+        assert_int_equal(compute(&s, tokens, 100, &n_chunks), 96);
+        assert_int_equal(n_chunks, 1);
+        assert_int_equal(compute(&s, tokens, 96, &n_chunks), 95);
+        assert_int_equal(compute(&s, tokens, 200, &n_chunks), 96);
+        assert_int_equal(n_chunks, (104 + chunk - 1) / chunk);
+        /* Needs every page: nothing known is in its way. */
+        for (uint32_t i = 0; i < 300; i++) tokens[i] += 1000;
+        assert_int_equal(compute(&s, tokens, 19 * P, &n_chunks), 0);
+        assert_int_equal(td_kv_pages_n_free(s.pages, TD_KV_SLIDING), n_sliding);
+        assert_int_equal(td_kv_pages_n_free(s.pages, TD_KV_FULL), 19);
+        td_kv_prefix_destroy(s.prefix);
+        td_kv_pages_destroy(s.pages);
+    }
 }
 
 static void init_survives_any_failed_allocation(void **state)
@@ -113,6 +168,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(chunks_hold_what_they_see_and_no_more),
         cmocka_unit_test(a_chunk_without_pages_can_be_tried_again),
+        cmocka_unit_test(what_is_known_of_a_prompt_is_not_computed_again),
         cmocka_unit_test(init_survives_any_failed_allocation),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

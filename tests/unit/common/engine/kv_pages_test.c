@@ -136,8 +136,8 @@ static void the_description_names_who_holds_how_many(void **state)
     assert_int_equal(td_kv_pages_alloc(kv, F, 1, "say \"\\\n\xff", p), TD_OK);
     struct td_buf b = {0};
     td_kv_pages_describe(kv, &b);
-    assert_string_equal(td_buf_cstr(&b), "{\"sliding\":{\"total\":6,\"free\":4,\"shared\":0},"
-                                         "\"full\":{\"total\":9,\"free\":3,\"shared\":1},\"holders\":["
+    assert_string_equal(td_buf_cstr(&b), "{\"sliding\":{\"total\":6,\"free\":4,\"cached\":0,\"shared\":0},"
+                                         "\"full\":{\"total\":9,\"free\":3,\"cached\":0,\"shared\":1},\"holders\":["
                                          "{\"holder\":\"req-a\",\"sliding\":0,\"full\":4},"
                                          "{\"holder\":\"req-b\",\"sliding\":2,\"full\":1},"
                                          "{\"holder\":\"say ????\",\"sliding\":0,\"full\":1}]}");
