@@ -161,15 +161,10 @@ static enum td_status port_emit(void *self, struct td_request *r, uint32_t n,
     return td_answer_tokens(&k->answer, r, n, logprobs);
 }
 
-static void port_done(void *self, struct td_request *r, enum td_status st, const char *text)
+void td_front_note_done(struct td_router *ro, const struct td_request *r, bool has_begun, enum td_status st,
+                        const char *text)
 {
-    struct td_router *ro = self;
-    struct client *k = client_of(r);
-    if (st == TD_OK && k->call != NULL) {
-        st = td_answer_end(&k->answer, r);
-        text = td_status_text(st);
-    }
-    if (k->has_begun) {
+    if (has_begun) {
         td_metric_set(TD_M_requests_running, --ro->n_running);
         td_metric_observe(TD_M_request_seconds, (double)(r->t_last - r->t_received) / 1e9);
     }
@@ -181,6 +176,17 @@ static void port_done(void *self, struct td_request *r, enum td_status st, const
             r->id, td_status_name(st), r->n_prompt, td_request_n_generated(r), ttft_ms,
             (double)(r->t_last - r->t_received) / 1e6, r->n_retries, r->prefill_name, r->decode_name,
             st == TD_OK ? "" : text);
+}
+
+static void port_done(void *self, struct td_request *r, enum td_status st, const char *text)
+{
+    struct td_router *ro = self;
+    struct client *k = client_of(r);
+    if (st == TD_OK && k->call != NULL) {
+        st = td_answer_end(&k->answer, r);
+        text = td_status_text(st);
+    }
+    td_front_note_done(ro, r, k->has_begun, st, text);
     if (k->call == NULL) return; /* whoever closed it frees */
     if (st == TD_E_SLOW_CLIENT)
         td_rpc_abort(k->call, st, text); /* it would not read what is queued either */
@@ -215,6 +221,7 @@ void td_front_bind(struct td_router *ro)
         .emit = port_emit,
         .done = port_done,
     };
+    td_run_bind(ro);
 }
 
 /* --- the order ------------------------------------------------------------------------------------------- */
@@ -323,7 +330,7 @@ static enum td_status order_generate(struct client *k, const Tandem__V1__Generat
     return TD_OK;
 }
 
-static void today(const struct td_router *ro, const char *asked, char out[16])
+void td_front_today(const struct td_router *ro, const char *asked, char out[16])
 {
     const char *given = asked[0] != '\0' ? asked : ro->cfg.current_date;
     if (given[0] != '\0') {
@@ -346,7 +353,7 @@ static enum td_status order_chat(struct client *k, const Tandem__V1__ChatRequest
     st = begin(k, err);
     if (st != TD_OK) return st;
     char date[16];
-    today(ro, m->current_date, date);
+    td_front_today(ro, m->current_date, date);
     encoding(k);
     st = td_encode_chat(&k->encode, ro->loop, ro->format, m, date, on_encoded);
     return st == TD_OK ? TD_OK : not_encoding(k, err);
@@ -419,5 +426,6 @@ void td_front_describe(const struct td_router *ro, struct td_buf *out)
         is_first = false;
         td_request_describe(&k->request, out);
     }
+    td_run_describe_all(ro, &is_first, out);
     td_buf_str(out, "]");
 }

@@ -14,6 +14,7 @@
 #include "common/config/address_file.h"
 #include "common/http/admin.h"
 #include "common/metrics/metrics.h"
+#include "router/api.h"
 #include "router/router_int.h"
 
 #define HTTP_GRACE_MS 1000u /* for an admin page that is being read while we leave */
@@ -22,6 +23,8 @@ struct daemon {
     struct td_router router;
     struct td_http *http;
     struct td_admin admin;
+    struct td_timer drain; /* --drain-timeout, for clients of HTTP */
+    bool rpc_has_ended, http_is_ending, http_has_ended;
 };
 
 /* --- ready, draining, gone ------------------------------------------------------------------------------- */
@@ -39,21 +42,36 @@ void td_router_update_ready(struct td_router *ro)
     td_rpc_set_serving(ro->rpc, is_ready);
 }
 
-void td_router_client_left(struct td_router *ro)
-{
-    if (ro->is_draining && ro->n_clients == 0) td_router_end_joins(ro);
-}
-
 static void on_http_ended(void *user)
 {
     struct daemon *d = user;
-    td_loop_stop(d->router.loop);
+    d->http_has_ended = true;
+    if (d->rpc_has_ended) td_loop_stop(d->router.loop);
 }
+
+/* The HTTP port stays open as long as somebody may ask it whether we are ready: until the last answer is out. */
+static void end_http(struct daemon *d, bool is_overdue)
+{
+    bool is_idle = d->rpc_has_ended && d->router.n_clients == 0;
+    if (!d->router.is_draining || d->http_is_ending || (!is_idle && !is_overdue)) return;
+    d->http_is_ending = true;
+    td_http_shutdown(d->http, HTTP_GRACE_MS, on_http_ended, d);
+}
+
+static void on_drain_over(struct td_timer *t) { end_http(TD_CONTAINER_OF(t, struct daemon, drain), true); }
 
 static void on_rpc_ended(void *user)
 {
     struct daemon *d = user;
-    td_http_shutdown(d->http, HTTP_GRACE_MS, on_http_ended, d);
+    d->rpc_has_ended = true;
+    end_http(d, false);
+    if (d->http_has_ended) td_loop_stop(d->router.loop);
+}
+
+void td_router_client_left(struct td_router *ro)
+{
+    if (ro->is_draining && ro->n_clients == 0) td_router_end_joins(ro);
+    end_http(TD_CONTAINER_OF(ro, struct daemon, router), false);
 }
 
 static void on_signal(int signum, unsigned nth, void *user)
@@ -67,6 +85,8 @@ static void on_signal(int signum, unsigned nth, void *user)
     td_router_update_ready(ro);
     td_rpc_set_serving(ro->rpc, false);
     td_rpc_shutdown(ro->rpc, ro->cfg.drain_timeout, on_rpc_ended, d);
+    d->drain.fire = on_drain_over;
+    ro->env->timer_start(ro->env, &d->drain, ro->cfg.drain_timeout * TD_NS_PER_MS);
     td_router_client_left(ro);
 }
 
@@ -108,6 +128,7 @@ static enum td_status start_fleet(struct td_router *ro)
     ro->incarnation = ro->env->random(ro->env) | 1; /* never 0 */
     ro->created_s = td_clock_wall_ns() / TD_NS_PER_S;
     td_list_init(&ro->clients);
+    td_list_init(&ro->runs);
     td_list_init(&ro->joins);
     /* A command to a worker is never refused for want of queue before link.c's own bound; a client's backlog neither.
      */
@@ -130,8 +151,12 @@ static enum td_status listen_on_all(struct daemon *d, struct td_err *err)
     struct td_router *ro = &d->router;
     enum td_status st;
     d->admin = (struct td_admin){.config = &ro->cfg, .is_ready = is_ready, .write_statez = write_statez, .user = d};
-    TD_TRY(td_http_create(ro->loop, NULL, &d->http));
+    struct td_http_options http = {.max_body_bytes = (uint32_t)ro->cfg.max_body,
+                                   .max_backlog_bytes = (uint32_t)ro->cfg.max_client_backlog,
+                                   .cors_origin = ro->cfg.cors_origin};
+    TD_TRY(td_http_create(ro->loop, &http, &d->http));
     TD_TRY(td_admin_add_routes(d->http, &d->admin));
+    TD_TRY(td_api_add_routes(ro, d->http));
     TD_TRY(td_rpc_serve(ro->rpc, ro->cfg.rpc_address, td_router_methods, ro, err));
     TD_TRY(td_http_listen(d->http, ro->cfg.http_address, err));
 out:

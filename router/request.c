@@ -28,7 +28,7 @@
  *   anything fails once the client has tokens
  *       the request ends with the worker's message. All tokens so far are in r->tokens, so that going on elsewhere can
  *       take the place of FAILED here
- *   the client leaves or reads too slowly, the deadline passes
+ *   the client leaves or reads too slowly, the deadline passes, or what it waits for (a stop string) has come
  *       D and P are told at once */
 #include "router/request.h"
 
@@ -51,6 +51,7 @@ enum event {
     EV_FIRST,
     EV_TOKENS,
     EV_FINISHED,
+    EV_STOPPED,    /* the client has all it wants: the workers are told, and that was the answer */
     EV_RUN_FAILED, /* P's call failed after the first token */
     EV_RETRY,      /* failed, and another try may help */
     EV_FATAL,      /* failed for good: r->fail_status, r->fail */
@@ -117,9 +118,10 @@ static const uint8_t next[RQ_N_STATES][N_EVENTS] = {
                         [EV_FINISHED] = RQ_INTRODUCING,
                         [EV_RETRY] = RQ_BACKOFF,
                         ENDS},
-    [RQ_HANDOFF] = {[EV_TOKENS] = RQ_DECODING, [EV_FINISHED] = RQ_DONE, [EV_RUN_FAILED] = RQ_DOUBT, ENDS},
+    [RQ_HANDOFF] =
+        {[EV_TOKENS] = RQ_DECODING, [EV_FINISHED] = RQ_DONE, [EV_STOPPED] = RQ_DONE, [EV_RUN_FAILED] = RQ_DOUBT, ENDS},
     [RQ_DOUBT] = {[EV_TOKENS] = RQ_DECODING, [EV_FINISHED] = RQ_DONE, [EV_TIMEOUT] = RQ_FAILED, ENDS},
-    [RQ_DECODING] = {[EV_TOKENS] = RQ_DECODING, [EV_FINISHED] = RQ_DONE, ENDS},
+    [RQ_DECODING] = {[EV_TOKENS] = RQ_DECODING, [EV_FINISHED] = RQ_DONE, [EV_STOPPED] = RQ_DONE, ENDS},
     [RQ_BACKOFF] = {[EV_TIMEOUT] = RQ_QUEUED, ENDS},
 };
 
@@ -180,7 +182,7 @@ static void finish(struct td_request *r)
     env->timer_stop(env, &r->timeout);
     env->timer_stop(env, &r->deadline);
     r->t_last = now_of(r);
-    let_go(r, !is_good, true); /* a good run may still be saying its Done */
+    let_go(r, !is_good || r->is_stopped, true); /* a good run may still be saying its Done */
     r->ports->done(r->ports->self, r, is_good ? TD_OK : r->fail_status, is_good ? "" : r->fail.text);
 }
 
@@ -306,7 +308,10 @@ static enum event emit(struct td_request *r, const uint32_t *ids, Tandem__V1__Po
     }
     for (uint32_t i = 0; i < n; i++) r->tokens[r->n_tokens++] = ids[i];
     enum td_status st = r->ports->emit(r->ports->self, r, n, logprobs);
-    return st == TD_OK ? EV_NONE : fatal(r, st, td_status_text(st));
+    if (st != TD_OK) return fatal(r, st, td_status_text(st));
+    if (!r->is_stopped) return EV_NONE;
+    r->finish_reason = TANDEM__V1__FINISH_REASON__FINISH_STOP;
+    return EV_STOPPED;
 }
 
 /* Everything held, in order, as one piece. */

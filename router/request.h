@@ -45,7 +45,7 @@ struct td_router_ports {
     /* r names w no more. made_room: it may have held something there. */
     void (*release)(void *self, struct td_request *r, struct td_worker *w, bool made_room);
     /* New tokens of the answer for the client: r->tokens[n_tokens - n ..), logprobs parallel or NULL (borrowed). Not OK
-     * ends the request with that status. */
+     * ends the request with that status; OK with r->is_stopped set ends it well, as if a stop id had come. */
     enum td_status (*emit)(void *self, struct td_request *r, uint32_t n, Tandem__V1__PositionLogprobs *const *logprobs);
     /* The end. st OK: finish_reason, usage and timing are there to be read. text: for the client, "" if none. r may be
      * destroyed inside: nothing touches it afterwards. */
@@ -78,6 +78,7 @@ struct td_request {
     Tandem__V1__PositionLogprobs **held_logprobs;
     uint32_t n_held, cap_held;
     bool has_first, has_finish;
+    bool is_stopped; /* the client has all it wants (emit) */
     Tandem__V1__FinishReason finish_reason;
     struct td_list queue_link; /* admit.c */
 

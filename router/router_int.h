@@ -22,14 +22,14 @@ struct td_router {
     struct td_chat_format *format;
     struct td_fleet fleet;
     struct td_fleet_ports fleet_ports;
-    struct td_router_ports request_ports;
+    struct td_router_ports request_ports, run_ports; /* of gRPC calls' requests, of runs' */
     struct td_admit admit;
     struct td_link_options link_options;
     uint64_t incarnation;
     uint64_t created_s;
-    struct td_list clients, joins; /* front.c, methods.c */
-    uint32_t n_clients, n_running; /* calls of clients; requests among them that were accepted */
-    bool is_ready;                 /* somebody could serve a request */
+    struct td_list clients, runs, joins; /* front.c, run.c, methods.c */
+    uint32_t n_clients, n_running;       /* calls of clients, and runs; requests of theirs that were accepted */
+    bool is_ready;                       /* somebody could serve a request */
     bool is_draining;
 };
 
@@ -45,6 +45,15 @@ void td_front_open_chat(struct td_rpc_call *c, void *service);
 void td_front_describe(const struct td_router *ro, struct td_buf *json_out);
 /* What is known of the model now. Borrows from the fleet: do not keep. */
 struct td_params_facts td_front_facts(const struct td_router *ro);
+/* asked, or the date of the settings, or today: "YYYY-MM-DD". */
+void td_front_today(const struct td_router *ro, const char *asked, char out[16]);
+/* A request is over: the log line and the metrics of every front end. */
+void td_front_note_done(struct td_router *ro, const struct td_request *r, bool has_begun, enum td_status st,
+                        const char *text);
+
+/* run.c */
+void td_run_bind(struct td_router *ro); /* fills run_ports; after request_ports */
+void td_run_describe_all(const struct td_router *ro, bool *is_first, struct td_buf *json_out);
 
 /* main.c */
 void td_router_update_ready(struct td_router *ro);

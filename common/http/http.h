@@ -5,9 +5,9 @@
  * td_http_end, or the on_gone callback, after which it is freed. A handler that does not answer before it returns must
  * have set on_gone.
  *
- * What the server takes care of: keep-alive, pipelining (one request at a time, the rest waits), HEAD, chunked bodies
- * both ways, Expect: 100-continue, limits (400 408 413 414 417 431 503 505), 404 and 405, slow and vanished clients,
- * draining. */
+ * What the server takes care of: keep-alive, pipelining (one request at a time, the rest waits), HEAD, OPTIONS and
+ * cross-origin requests, chunked bodies both ways, Expect: 100-continue, limits (400 408 413 414 417 431 503 505), 404
+ * and 405, slow and vanished clients, draining. */
 #ifndef TD_HTTP_HTTP_H
 #define TD_HTTP_HTTP_H
 
@@ -39,6 +39,7 @@ struct td_http_options {        /* 0: the value in brackets */
     uint32_t idle_timeout_ms;   /* [75000] between requests of a connection */
     uint32_t stall_timeout_ms;  /* [30000] a client that takes none of what is unsent for this long is dropped */
     uint32_t sndbuf_bytes;      /* [65536] kernel's send buffer; without it a slow client hides behind megabytes */
+    const char *cors_origin;    /* [none] whose pages may read answers of public routes: an origin, or "*" */
 };
 
 /* --- the server ----------------------------------------------------------------------------------------------------
@@ -47,6 +48,8 @@ enum td_status td_http_create(struct td_loop *l, const struct td_http_options *o
                               struct td_http **out); /* o may be NULL */
 /* Rows are copied, their strings are not. The first that matches is taken. Before td_http_listen. */
 enum td_status td_http_add_routes(struct td_http *h, const struct td_http_route *rows, unsigned n);
+/* The same for paths that pages from cors_origin may use. */
+enum td_status td_http_add_public_routes(struct td_http *h, const struct td_http_route *rows, unsigned n);
 enum td_status td_http_listen(struct td_http *h, const char *address, struct td_err *err); /* once; "host:port" */
 const char *td_http_address(const struct td_http *h); /* as bound; "" before td_http_listen */
 /* Stops listening, lets running requests end for at most grace_ms (then on_gone with DRAINING), calls done when the
@@ -66,6 +69,8 @@ const char *td_http_path_rest(const struct td_http_req *r); /* what the star mat
 const char *td_http_query(const struct td_http_req *r, const char *name);  /* decoded; NULL: absent */
 const char *td_http_header(const struct td_http_req *r, const char *name); /* any case; first one; NULL: absent */
 const char *td_http_body(const struct td_http_req *r, size_t *n_out);      /* NUL-terminated, "" when empty */
+/* Moves the body to *out, which must be empty; NUL-terminated. td_http_body finds nothing afterwards. */
+void td_http_take_body(struct td_http_req *r, struct td_buf *out);
 const char *td_http_peer(const struct td_http_req *r);
 struct td_loop *td_http_loop(const struct td_http_req *r);
 
@@ -88,6 +93,8 @@ void td_http_respond(struct td_http_req *r, unsigned status, const char *type, c
  * code may be NULL. Ends r. */
 void td_http_error(struct td_http_req *r, unsigned status, const char *param, const char *code, const char *fmt, ...)
     __attribute__((format(printf, 5, 6)));
+/* The inside of that object, {"message":..}, for answers that carry it elsewhere. */
+void td_http_put_error(struct td_buf *b, unsigned status, const char *param, const char *code, const char *message);
 
 void td_http_begin(struct td_http_req *r, unsigned status, const char *type); /* headers of a streamed response */
 /* A piece of it. OK: sent or queued. SLOW_CLIENT: the backlog is over its bound, the connection is dropped; CANCELED:

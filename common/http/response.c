@@ -107,6 +107,16 @@ static const char *date_of_now(struct td_http *h)
     return h->date;
 }
 
+/* Lets pages of the origin that the settings name read the answer. */
+static void put_cors(struct td_buf *b, const struct td_http_req *r)
+{
+    const char *origin = r->conn->http->o.cors_origin;
+    if (origin == NULL || origin[0] == '\0') return;
+    td_buf_printf(b, "Access-Control-Allow-Origin: %s\r\n", origin);
+    td_buf_str(b, "Access-Control-Expose-Headers: X-Request-Id, Retry-After\r\n");
+    if (strcmp(origin, "*") != 0) td_buf_str(b, "Vary: Origin\r\n");
+}
+
 /* Status line and headers into the server's scratch. n_body UINT64_MAX: streamed. */
 static struct td_buf *put_head(struct td_http_req *r, unsigned status, const char *type, uint64_t n_body)
 {
@@ -130,6 +140,7 @@ static struct td_buf *put_head(struct td_http_req *r, unsigned status, const cha
         td_buf_str(b, "Connection: close\r\n");
     else if (r->msg.minor == 0)
         td_buf_str(b, "Connection: keep-alive\r\n");
+    if (r->is_public) put_cors(b, r);
     td_buf_put(b, r->headers.data, r->headers.n);
     td_buf_str(b, "\r\n");
     if (b->failed || r->headers.failed) td_http_conn_drop(r->conn, TD_E_NO_MEMORY);
@@ -169,6 +180,17 @@ static void put_or_null(struct td_buf *b, const char *s)
         td_json_quote_str(b, s);
 }
 
+void td_http_put_error(struct td_buf *b, unsigned status, const char *param, const char *code, const char *message)
+{
+    td_buf_str(b, "{\"message\":");
+    td_json_quote_str(b, message);
+    td_buf_printf(b, ",\"type\":\"%s\",\"param\":", error_type_of(status));
+    put_or_null(b, param);
+    td_buf_str(b, ",\"code\":");
+    put_or_null(b, code);
+    td_buf_str(b, "}");
+}
+
 void td_http_error(struct td_http_req *r, unsigned status, const char *param, const char *code, const char *fmt, ...)
 {
     char message[1024];
@@ -177,13 +199,9 @@ void td_http_error(struct td_http_req *r, unsigned status, const char *param, co
     vsnprintf(message, sizeof message, fmt, ap);
     va_end(ap);
     struct td_buf b = {0};
-    td_buf_str(&b, "{\"error\":{\"message\":");
-    td_json_quote_str(&b, message);
-    td_buf_printf(&b, ",\"type\":\"%s\",\"param\":", error_type_of(status));
-    put_or_null(&b, param);
-    td_buf_str(&b, ",\"code\":");
-    put_or_null(&b, code);
-    td_buf_str(&b, "}}\n");
+    td_buf_str(&b, "{\"error\":");
+    td_http_put_error(&b, status, param, code, message);
+    td_buf_str(&b, "}\n");
     td_http_respond(r, status, "application/json", b.data, b.failed ? 0 : b.n);
     td_buf_free(&b);
 }

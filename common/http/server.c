@@ -45,6 +45,12 @@ const char *td_http_body(const struct td_http_req *r, size_t *n_out)
     return r->msg.body.data != NULL ? (const char *)r->msg.body.data : "";
 }
 
+void td_http_take_body(struct td_http_req *r, struct td_buf *out)
+{
+    *out = r->msg.body;
+    r->msg.body = (struct td_buf){0};
+}
+
 void td_http_set_handlers(struct td_http_req *r, const struct td_http_handlers *h, void *user)
 {
     TD_MAGIC_CHECK(r, TD_HTTP_REQ_MAGIC);
@@ -177,22 +183,25 @@ static const char *match(const char *pattern, const char *path)
     return strcmp(pattern, path) == 0 ? "" : NULL;
 }
 
-/* The row for method and path; NULL: none, then *allow holds the methods that the path has ("": no such path). */
+/* The row for method and path; NULL: none, then *allow holds the methods that the path has ("": no such path), and
+ * *is_public says whether one of them is for pages of other origins. */
 static const struct td_http_route *find_route(const struct td_http *h, const struct td_http_message *m,
-                                              const char **rest, char *allow, size_t allow_size)
+                                              const char **rest, char *allow, size_t allow_size, bool *is_public)
 {
     const char *path = (const char *)m->text.data + m->path;
     const char *method = strcmp(m->method, "HEAD") == 0 ? "GET" : m->method;
     size_t n = 0;
     allow[0] = 0;
-    for (unsigned i = 0; i < h->n_routes; i++) {
-        *rest = match(h->routes[i].path, path);
+    *is_public = false;
+    for (unsigned i = 0; i < h->n_rows; i++) {
+        *rest = match(h->rows[i].route.path, path);
         if (*rest == NULL) continue;
-        if (strcmp(h->routes[i].method, method) == 0) return &h->routes[i];
-        if (n + 24 < allow_size && strstr(allow, h->routes[i].method) == NULL) {
+        *is_public |= h->rows[i].is_public;
+        if (strcmp(h->rows[i].route.method, method) == 0) return &h->rows[i].route;
+        if (n + 24 < allow_size && strstr(allow, h->rows[i].route.method) == NULL) {
             if (n > 0) n = strlen(strcat(allow, ", "));
-            strncat(allow, h->routes[i].method, 12);
-            if (strcmp(h->routes[i].method, "GET") == 0) strcat(allow, ", HEAD");
+            strncat(allow, h->rows[i].route.method, 12);
+            if (strcmp(h->rows[i].route.method, "GET") == 0) strcat(allow, ", HEAD");
             n = strlen(allow);
         }
     }
@@ -211,6 +220,19 @@ static struct td_http_req *take_request(struct td_http_conn *c)
     return r;
 }
 
+/* What may be done with a path; for a page of another origin, what its browser asks before it lets the page. */
+static void answer_options(struct td_http_req *r, const char *allow)
+{
+    const char *origin = r->conn->http->o.cors_origin;
+    if (r->is_public && origin != NULL && origin[0] != '\0') {
+        const char *wanted = td_http_header(r, "access-control-request-headers");
+        td_http_set_header(r, "Access-Control-Allow-Methods", allow);
+        if (wanted != NULL) td_http_set_header(r, "Access-Control-Allow-Headers", wanted);
+        td_http_set_header(r, "Access-Control-Max-Age", "600");
+    }
+    td_http_respond(r, 204, NULL, NULL, 0);
+}
+
 static void answer_no_route(struct td_http_req *r, const char *allow)
 {
     if (allow[0] == 0) {
@@ -218,6 +240,10 @@ static void answer_no_route(struct td_http_req *r, const char *allow)
         return;
     }
     td_http_set_header(r, "Allow", allow);
+    if (strcmp(r->msg.method, "OPTIONS") == 0) {
+        answer_options(r, allow);
+        return;
+    }
     td_http_error(r, 405, NULL, NULL, "%s does not take %s, only %s", td_http_path(r), td_http_method(r), allow);
 }
 
@@ -227,7 +253,8 @@ static void on_head(struct td_http_conn *c)
     const struct td_http_message *m = &c->parser.msg;
     const char *rest;
     char allow[128];
-    if (find_route(c->http, m, &rest, allow, sizeof allow) != NULL) {
+    bool is_public;
+    if (find_route(c->http, m, &rest, allow, sizeof allow, &is_public) != NULL) {
         if (m->expects_continue) td_tcp_write(c->tcp, &(struct td_tcp_vec){"HTTP/1.1 100 Continue\r\n\r\n", 25}, 1);
         return;
     }
@@ -236,6 +263,7 @@ static void on_head(struct td_http_conn *c)
         td_http_conn_drop(c, TD_E_NO_MEMORY);
         return;
     }
+    r->is_public = is_public;
     r->is_keep_alive = false; /* rather than read a body that nobody wants */
     answer_no_route(r, allow);
 }
@@ -251,7 +279,7 @@ static void dispatch(struct td_http_conn *c)
         td_http_conn_drop(c, TD_E_NO_MEMORY);
         return;
     }
-    const struct td_http_route *route = find_route(c->http, &r->msg, &rest, allow, sizeof allow);
+    const struct td_http_route *route = find_route(c->http, &r->msg, &rest, allow, sizeof allow, &r->is_public);
     if (route == NULL) {
         answer_no_route(r, allow);
         return;
@@ -441,15 +469,24 @@ enum td_status td_http_create(struct td_loop *l, const struct td_http_options *o
     return TD_OK;
 }
 
-enum td_status td_http_add_routes(struct td_http *h, const struct td_http_route *rows, unsigned n)
+static enum td_status add_rows(struct td_http *h, const struct td_http_route *routes, unsigned n, bool is_public)
 {
     TD_CHECK(h->listener == NULL);
-    struct td_http_route *p = td_realloc(h->routes, h->n_routes + n, sizeof *p);
+    struct td_http_row *p = td_realloc(h->rows, h->n_rows + n, sizeof *p);
     if (p == NULL) return TD_E_NO_MEMORY;
-    memcpy(p + h->n_routes, rows, n * sizeof *p);
-    h->routes = p;
-    h->n_routes += n;
+    h->rows = p;
+    for (unsigned i = 0; i < n; i++) h->rows[h->n_rows++] = (struct td_http_row){routes[i], is_public};
     return TD_OK;
+}
+
+enum td_status td_http_add_routes(struct td_http *h, const struct td_http_route *rows, unsigned n)
+{
+    return add_rows(h, rows, n, false);
+}
+
+enum td_status td_http_add_public_routes(struct td_http *h, const struct td_http_route *rows, unsigned n)
+{
+    return add_rows(h, rows, n, true);
 }
 
 enum td_status td_http_listen(struct td_http *h, const char *address, struct td_err *err)
@@ -494,6 +531,6 @@ void td_http_destroy(struct td_http *h)
     h->env->timer_stop(h->env, &h->grace);
     h->env->timer_stop(h->env, &h->all_closed);
     td_buf_free(&h->scratch);
-    free(h->routes);
+    free(h->rows);
     free(h);
 }

@@ -9,12 +9,17 @@
 
 #define TD_HTTP_REQ_MAGIC 0x48545251u
 
+struct td_http_row {
+    struct td_http_route route;
+    bool is_public;
+};
+
 struct td_http {
     struct td_loop *loop;
     struct td_env *env;
     struct td_http_options o;
-    struct td_http_route *routes;
-    unsigned n_routes;
+    struct td_http_row *rows;
+    unsigned n_rows;
     struct td_tcp_listener *listener;
     struct td_list conns;
     uint32_t n_conns;
@@ -56,7 +61,7 @@ struct td_http_req {
     const struct td_http_handlers *h;
     void *user;
     struct td_buf headers; /* extra lines */
-    bool is_head, is_keep_alive, has_begun, is_chunked, has_no_body, owes_writable;
+    bool is_public, is_head, is_keep_alive, has_begun, is_chunked, has_no_body, owes_writable;
 };
 
 /* server.c, for response.c: the response is complete, r and what it holds is freed; the connection goes on or closes.

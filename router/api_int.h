@@ -1,0 +1,15 @@
+/* What the API's own files share: the endpoints, and the way from a body to an order (for the fuzz target too). */
+#ifndef TD_ROUTER_API_INT_H
+#define TD_ROUTER_API_INT_H
+
+#include "router/api.h"
+
+extern const struct td_api_endpoint td_api_chat; /* api_chat.c */
+
+/* api_messages.c: "messages" of Chat Completions -> o->chat.messages. */
+void td_api_read_messages(struct td_order *o, struct td_fields *f);
+
+/* JSON -> api->endpoint->read. api->order owns the document afterwards. Any thread. */
+enum td_status td_api_read_body(struct td_api_call *api, const struct td_buf *body, struct td_err *err);
+
+#endif
