@@ -21,6 +21,7 @@
 
 static const struct td_api_endpoint *const endpoints[] = {
     &td_api_chat,
+    &td_api_responses,
 };
 
 struct call {

@@ -4,10 +4,13 @@
 
 #include "router/api.h"
 
-extern const struct td_api_endpoint td_api_chat; /* api_chat.c */
+extern const struct td_api_endpoint td_api_chat, td_api_responses;
 
 /* api_messages.c: "messages" of Chat Completions -> o->chat.messages. */
 void td_api_read_messages(struct td_order *o, struct td_fields *f);
+
+/* api_input.c: "instructions" and "input" of Responses -> o->chat.messages. */
+void td_api_read_input(struct td_order *o, struct td_fields *f);
 
 /* JSON -> api->endpoint->read. api->order owns the document afterwards. Any thread. */
 enum td_status td_api_read_body(struct td_api_call *api, const struct td_buf *body, struct td_err *err);

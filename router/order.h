@@ -41,6 +41,7 @@ struct td_order {
     size_t n_prompts;
     bool parse_special; /* special tokens' names in a prompt's text become the tokens */
 
+    const char *chat_field; /* what the client calls the conversation: "messages" or "input" */
     const char *model;      /* "": the one served */
     const char *request_id; /* NULL or "": one is made */
     uint32_t n_choices;     /* per prompt, 1 .. */

@@ -255,9 +255,11 @@ static void begin_requests(struct td_run *run)
         enum td_status st = run->encode_st;
         if (td_request_is_done(&s->request)) continue;
         if (st == TD_OK) {
-            char field[32] = "messages";
+            char field[32];
             size_t prompt = i / run->order.n_choices;
-            if (!run->order.is_chat)
+            if (run->order.is_chat)
+                snprintf(field, sizeof field, "%s", run->order.chat_field);
+            else
                 snprintf(field, sizeof field, run->n_prompts > 1 ? "prompt[%zu]" : "prompt", prompt);
             st = begin_request(run, s, &run->prompts[prompt], field, &err);
         }
