@@ -18,8 +18,8 @@
 enum td_tool_choice {
     TD_TOOL_CHOICE_AUTO,
     TD_TOOL_CHOICE_NONE,     /* the conversation's tools are left out: the reader sees to that */
-    TD_TOOL_CHOICE_REQUIRED, /* some tool must be called */
-    TD_TOOL_CHOICE_NAMED,    /* tool_name must be called */
+    TD_TOOL_CHOICE_REQUIRED, /* some tool must be called: the prompt ends in the beginning of a call */
+    TD_TOOL_CHOICE_NAMED,    /* tool_name must be called: likewise */
 };
 
 /* One text, or token ids. */
