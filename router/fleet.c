@@ -301,8 +301,7 @@ struct td_worker *td_fleet_find(struct td_fleet *f, uint64_t incarnation)
 
 bool td_fleet_is_usable(const struct td_worker *w)
 {
-    return w->is_live && w->is_wired && !w->load.is_draining &&
-           (w->has_reported || w->identity->step_timeout_ms == 0);
+    return w->is_live && w->is_wired && !w->load.is_draining && (w->has_reported || w->identity->step_timeout_ms == 0);
 }
 
 uint32_t td_fleet_n(const struct td_fleet *f, Tandem__V1__Role role)

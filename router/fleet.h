@@ -5,8 +5,9 @@
  * A worker is one life of a process, known by its incarnation. It is LIVE while its Join stream stands and its reports
  * are fresh; requests are given to live workers alone. It becomes GONE when the stream ends (its requests may go on:
  * their own streams tell), or when it is silent, reports an engine step that hangs, or another life appears at its
- * address (its requests are told that it is lost). A GONE worker that says the same incarnation again is LIVE again. It is forgotten once it is GONE and no
- * request names it, always from a timer, so that nobody up the call stack is left holding freed memory. */
+ * address (its requests are told that it is lost). A GONE worker that says the same incarnation again is LIVE again. It
+ * is forgotten once it is GONE and no request names it, always from a timer, so that nobody up the call stack is left
+ * holding freed memory. */
 #ifndef TD_ROUTER_FLEET_H
 #define TD_ROUTER_FLEET_H
 
@@ -27,7 +28,7 @@ struct td_worker {
     bool is_live;
     bool is_wired; /* decode: its shared stream is up; prefill: always */
     bool has_reported;
-    bool is_full;  /* it refused for want of room: nothing more until its next report or a request of ours ends */
+    bool is_full; /* it refused for want of room: nothing more until its next report or a request of ours ends */
     Tandem__V1__Load load; /* last report; all 0 before the first */
     uint64_t joined_ns, seen_ns;
     void *join;              /* the owner of its Join stream; NULL: ended */

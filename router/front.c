@@ -177,8 +177,7 @@ void td_front_note_done(struct td_router *ro, const struct td_request *r, bool h
             "preemptions=%u prefill=%s decode=%s text=\"%s\"",
             r->id, td_status_name(st), r->n_prompt, td_request_n_generated(r), ttft_ms,
             (double)(r->t_last - r->t_received) / 1e6, r->n_migrations, r->n_deaths, r->n_preempted, r->prefill_name,
-            r->decode_name,
-            st == TD_OK ? "" : text);
+            r->decode_name, st == TD_OK ? "" : text);
 }
 
 static void port_done(void *self, struct td_request *r, enum td_status st, const char *text)

@@ -6,8 +6,8 @@
  *     tokens; then the one chosen longest ago. If there is none at all, the decode worker computes the prompt.
  * A worker whose engine step has lasted longer than a worker may be silent is taken only if there is no other.
  *
- * A request that had to give its pages up comes back where all it needs now is free, and one page more for each sequence
- * that may grow meanwhile; or to a worker that has nothing else, and knows best whether it ever fits.
+ * A request that had to give its pages up comes back where all it needs now is free, and one page more for each
+ * sequence that may grow meanwhile; or to a worker that has nothing else, and knows best whether it ever fits.
  *
  * A retry avoids what failed. A decode worker that failed is not asked again unless waiting may help. After a failed
  * run another prefill worker is preferred; if there is none, or this is the last try, the decode worker does it alone:

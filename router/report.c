@@ -48,7 +48,6 @@ void td_request_describe(const struct td_request *r, struct td_buf *out)
                   r->id, td_request_state_name(r), ms_between(r->t_state, now), ms_between(r->t_received, now),
                   r->deadline_ns == TD_NEVER_NS ? -1 : (int64_t)(r->deadline_ns - now) / (int64_t)TD_NS_PER_MS,
                   r->n_prompt, td_request_n_generated(r), r->n_held, r->n_retries + r->n_turned, r->n_deaths,
-                  r->n_migrations, r->n_preempted,
-                  r->decode != NULL ? r->decode->identity->name : "",
+                  r->n_migrations, r->n_preempted, r->decode != NULL ? r->decode->identity->name : "",
                   r->prefill != NULL ? r->prefill->identity->name : "");
 }

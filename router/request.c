@@ -25,8 +25,8 @@
  *       if another try can help (request_failure.c): all of it is cancelled, and after a short pause it gets a fresh
  *       start elsewhere (BACKOFF)
  *   P's call fails after the first token
- *       D alone knows whether the KV arrived: its tokens or its failure decide (DOUBT); if it says neither for 3 s, P has
- *       failed
+ *       D alone knows whether the KV arrived: its tokens or its failure decide (DOUBT). If it says neither for 3 s, P
+ *       has failed
  *   the client leaves or reads too slowly, the deadline passes, or what it waits for (a stop string) has come
  *       D and P are told at once */
 #include "router/request.h"
@@ -78,10 +78,8 @@ static const uint8_t next[RQ_N_STATES][TD_REQUEST_N_EVENTS] = {
                        [EV_TOKENS] = RQ_PREFILLING,
                        [EV_FINISHED] = RQ_PREFILLING,
                        ELSEWHERE},
-    [RQ_INTRODUCING] = {[EV_FIRST] = RQ_HANDOFF,
-                        [EV_TOKENS] = RQ_INTRODUCING,
-                        [EV_FINISHED] = RQ_INTRODUCING,
-                        ELSEWHERE},
+    [RQ_INTRODUCING] =
+        {[EV_FIRST] = RQ_HANDOFF, [EV_TOKENS] = RQ_INTRODUCING, [EV_FINISHED] = RQ_INTRODUCING, ELSEWHERE},
     [RQ_HANDOFF] = {[EV_TOKENS] = RQ_DECODING,
                     [EV_FINISHED] = RQ_DONE,
                     [EV_STOPPED] = RQ_DONE,

@@ -18,7 +18,7 @@
 #include "router/fleet.h"
 #include "router/place.h"
 
-#define TD_ROUTER_ID_MAX      64u /* bytes of a request id; workers keep as many */
+#define TD_ROUTER_ID_MAX 64u /* bytes of a request id; workers keep as many */
 /* After each of these a request ends; tokens from a decode worker set the first two back to 0. */
 #define TD_ROUTER_MAX_RETRIES 2u /* tries again after failures */
 #define TD_ROUTER_MAX_TURNED  8u /* tries again after workers that leave in good order */
@@ -30,9 +30,9 @@ struct td_request;
 struct td_router_ports {
     struct td_env *env;
     void *self;
-    /* A pair of workers. OK: r->decode and r->prefill are set and claimed; no prefill worker: the decode worker computes
-     * the prompt itself. IN_PROGRESS: it waits in the queue (in front if it had its turn before); td_request_on_placed or
-     * td_request_on_refused follows. Else refused, err says why. */
+    /* A pair of workers. OK: r->decode and r->prefill are set and claimed; no prefill worker: the decode worker
+     * computes the prompt itself. IN_PROGRESS: it waits in the queue (in front if it had its turn before);
+     * td_request_on_placed or td_request_on_refused follows. Else refused, err says why. */
     enum td_status (*place)(void *self, struct td_request *r, struct td_err *err);
     void (*leave_queue)(void *self, struct td_request *r);
     /* Commands to r->decode, on the router's shared stream. start gives the request a stream id of its own, cancel and
@@ -79,11 +79,12 @@ struct td_request {
     uint32_t n_charged;                 /* tokens that who computes the prompt was charged with; admit.c */
     uint64_t stream_id;                 /* ours at decode: decode_start's */
     void *run;                          /* run_start's */
-    bool has_start, has_run, has_place; /* what is open at the workers; its place in the prefill, until the first token */
-    bool had_turn;                      /* was placed before: waits in front */
-    bool is_back;                       /* had to give its pages up: comes back only where there is room to grow */
-    bool is_resumed;                    /* its client has tokens of another try, but none of this one yet */
-    Tandem__V1__KvTarget *target;       /* copy: a run may have to be repeated */
+    bool has_start, has_run,
+        has_place;                /* what is open at the workers; its place in the prefill, until the first token */
+    bool had_turn;                /* was placed before: waits in front */
+    bool is_back;                 /* had to give its pages up: comes back only where there is room to grow */
+    bool is_resumed;              /* its client has tokens of another try, but none of this one yet */
+    Tandem__V1__KvTarget *target; /* copy: a run may have to be repeated */
     uint32_t *held_ids; /* tokens that came before their turn; logprobs are ours, there if they were asked for */
     Tandem__V1__PositionLogprobs **held_logprobs;
     uint32_t n_held, cap_held;

@@ -4,10 +4,10 @@
  * pause the request goes back to the front of the queue, with all tokens that its client has. Whoever takes it next
  * computes prompt and answer so far, and draws the next token from there; where it failed is avoided (place.c).
  *
- * Tries are bounded, in three ways. A worker that died (its connection broke, its device failed, it hung) counts for the
- * life of the request, since the request may be what kills workers. Other failures count until a decode worker's tokens
- * show that it goes on. Workers that leave in good order count apart: a fleet that is restarted one by one may turn a
- * request away several times. */
+ * Tries are bounded, in three ways. A worker that died (its connection broke, its device failed, it hung) counts for
+ * the life of the request, since the request may be what kills workers. Other failures count until a decode worker's
+ * tokens show that it goes on. Workers that leave in good order count apart: a fleet that is restarted one by one may
+ * turn a request away several times. */
 #include <string.h>
 
 #include "common/base/log.h"
@@ -60,7 +60,7 @@ enum td_request_event td_request_failed(struct td_request *r, enum td_blame blam
 
 enum td_request_event td_request_no_room(struct td_request *r, enum td_status st, const char *text)
 {
-    bool was_refused = r->state == RQ_RESERVING || r->state == RQ_LOCAL;
+    bool was_refused = st != TD_E_PREEMPTED && (r->state == RQ_RESERVING || r->state == RQ_LOCAL);
     bool is_alone = r->ports->decode_full(r->ports->self, r);
     if (!was_refused) { /* it had pages: somebody older needs them */
         r->n_preempted++;

@@ -1,5 +1,5 @@
-/* Tokens that came before their turn: the decode worker's may overtake the prefill worker's first one, since they travel
- * on different connections. */
+/* Tokens that came before their turn: the decode worker's may overtake the prefill worker's first one, since they
+ * travel on different connections. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -10,7 +10,10 @@
 
 void td_request_on_ready(struct td_request *r) { td_request_step(r, EV_READY); }
 
-void td_request_on_placed(struct td_request *r) { td_request_step(r, r->prefill != NULL ? EV_PLACED : EV_PLACED_LOCAL); }
+void td_request_on_placed(struct td_request *r)
+{
+    td_request_step(r, r->prefill != NULL ? EV_PLACED : EV_PLACED_LOCAL);
+}
 
 void td_request_on_bad(struct td_request *r, enum td_status st, const char *text)
 {
@@ -41,8 +44,7 @@ void td_request_on_reserved(struct td_request *r, const Tandem__V1__KvTarget *ta
 {
     if (r->state != RQ_RESERVING || !r->has_start) return;
     if (target == NULL) {
-        td_request_step(
-            r, td_request_failed(r, TD_BLAME_DECODE, TD_E_PROTOCOL, false, "reserved without a target"));
+        td_request_step(r, td_request_failed(r, TD_BLAME_DECODE, TD_E_PROTOCOL, false, "reserved without a target"));
         return;
     }
     r->target = copy_target(target);
@@ -112,7 +114,7 @@ static enum td_request_event decode_gave_up(struct td_request *r, const Tandem__
     /* P has told D already that the first token ends it; P's own word to us is on its way. */
     if (st == TD_OK && td_request_is_prefilling(r)) return EV_NONE;
     if (st == TD_OK || st == TD_IN_PROGRESS) st = TD_E_PROTOCOL;
-    if (st == TD_E_NO_PAGES || st == TD_E_BUSY) return td_request_no_room(r, st, f->message);
+    if (st == TD_E_NO_PAGES || st == TD_E_PREEMPTED || st == TD_E_BUSY) return td_request_no_room(r, st, f->message);
     enum td_blame blame = f->is_handoff && r->prefill != NULL ? TD_BLAME_PREFILL : TD_BLAME_DECODE;
     return td_request_failed(r, blame, st, f->is_lost, f->message);
 }
@@ -126,13 +128,15 @@ void td_request_on_finished(struct td_request *r, const Tandem__V1__DecodeFinish
         return;
     }
     if (r->state == RQ_RESERVING || r->state == RQ_LOCAL) {
-        td_request_step(
-            r, td_request_failed(r, TD_BLAME_DECODE, TD_E_PROTOCOL, false, "finished before it had anything"));
+        td_request_step(r,
+                        td_request_failed(r, TD_BLAME_DECODE, TD_E_PROTOCOL, false, "finished before it had anything"));
         return;
     }
     r->has_finish = true;
     r->finish_reason = f->reason;
     r->decode_us = f->decode_us;
+    if (r->prefill == NULL && r->n_migrations == 0)
+        r->cached_tokens = f->cached_tokens < r->n_prompt ? f->cached_tokens : r->n_prompt;
     if (f->handoff_bytes > 0) r->handoff_bytes = f->handoff_bytes;
     if (r->transport[0] == '\0') td_request_copy_name(r->transport, sizeof r->transport, f->transport);
     td_request_step(r, EV_FINISHED);
@@ -157,8 +161,8 @@ void td_request_on_first(struct td_request *r, const Tandem__V1__FirstToken *fir
     /* A reason from D that was held stays the one that counts. */
     if (is_final(first->finish_reason) && !r->has_finish) r->finish_reason = first->finish_reason;
     if (r->finish_reason == TANDEM__V1__FINISH_REASON__FINISH_NONE && !r->has_start)
-        td_request_step(r, td_request_failed(r, TD_BLAME_DECODE, TD_E_PROTOCOL, false,
-                                             "took the first token for the last"));
+        td_request_step(
+            r, td_request_failed(r, TD_BLAME_DECODE, TD_E_PROTOCOL, false, "took the first token for the last"));
     else
         td_request_step(r, EV_FIRST);
 }

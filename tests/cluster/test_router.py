@@ -204,7 +204,7 @@ def test_a_preempted_stream_waits_in_the_router_for_room(scripted):
         d.load.n_running, d.load.free_full_pages = 1, 0     # others hold everything
     wait_until("reported", lambda: all(w["load"]["n_running"] for w in f.state()["workers"] if w["role"] == "decode"))
     has.requests.pop(stream_id)
-    has.finished(stream_id, status_name="NO_PAGES", message="taken by an older one", is_lost=True)
+    has.finished(stream_id, status_name="PREEMPTED", message="taken by an older one", is_lost=True)
     wait_until("it waits", lambda: f.state()["waiting"] == 1)
     starts = has.count("start") + other.count("start")
     time.sleep(0.3)

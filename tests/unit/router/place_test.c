@@ -227,8 +227,7 @@ static void the_last_try_after_failed_runs_needs_no_handoff(void **state)
     struct td_worker *d = add(t, DECODE, 1);
     add(t, PREFILL, 3);
     add(t, PREFILL, 4);
-    struct td_place_query q = {
-        .failed_decode = 1, .failed_prefill = 3, .blame = TD_BLAME_PREFILL, .is_last_try = true};
+    struct td_place_query q = {.failed_decode = 1, .failed_prefill = 3, .blame = TD_BLAME_PREFILL, .is_last_try = true};
     struct td_place p;
     assert_int_equal(choose(t, &q, &p), TD_OK);
     assert_ptr_equal(p.decode, d);

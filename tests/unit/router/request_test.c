@@ -624,7 +624,8 @@ static void retries_follow_the_status_table(void **state)
         /* We did not cancel anything: a worker that says so is leaving. */
         bool helps = td_status_retry(st) != TD_RETRY_NO || st == TD_E_CANCELED;
         for (int side = 0; side < 2; side++) {
-            if (side == 1 && (st == TD_E_NO_PAGES || st == TD_E_BUSY)) continue; /* want of room is no failure */
+            /* Want of room is no failure. */
+            if (side == 1 && (st == TD_E_NO_PAGES || st == TD_E_PREEMPTED || st == TD_E_BUSY)) continue;
             struct world t;
             world_init(&t);
             to_prefilling(&t);
@@ -895,7 +896,7 @@ static void a_preempted_request_waits_in_front_for_room_to_grow(void **state)
     to_decoding(t);
     for (unsigned i = 0; i < 10; i++) { /* however often */
         t->place_st = TD_IN_PROGRESS;
-        finished_with(t, 0, TD_E_NO_PAGES, true);
+        finished_with(t, 0, TD_E_PREEMPTED, true);
         assert_string_equal(td_request_state_name(&t->r), "QUEUED");
         assert_true(t->r.had_turn && t->r.is_back);
         assert_non_null(strstr(t->log, "full"));
@@ -919,7 +920,7 @@ static void reserved_pages_taken_back_are_not_a_failure(void **state)
     struct world *t = *state;
     to_prefilling(t);
     t->place_st = TD_IN_PROGRESS;
-    finished_with(t, 0, TD_E_NO_PAGES, true);
+    finished_with(t, 0, TD_E_PREEMPTED, true);
     assert_string_equal(td_request_state_name(&t->r), "QUEUED");
     assert_false(t->is_running);
     assert_int_equal(t->r.n_retries + t->r.n_deaths, 0);
