@@ -192,6 +192,10 @@ uint32_t td_kv_pages_n_free(const struct td_kv_pages *kv, enum td_kv_group g)
 }
 
 uint32_t td_kv_pages_n_kept(const struct td_kv_pages *kv, enum td_kv_group g) { return group_of(kv, g)->n_kept; }
+bool td_kv_pages_is_kept(const struct td_kv_pages *kv, enum td_kv_group g, uint32_t page)
+{
+    return page_of(kv, g, page)->is_kept;
+}
 uint32_t td_kv_pages_n_total(const struct td_kv_pages *kv, enum td_kv_group g) { return group_of(kv, g)->n_pages; }
 
 /* --- the prefix cache's ------------------------------------------------------------------------------------ */

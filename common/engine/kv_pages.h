@@ -22,7 +22,8 @@ void td_kv_pages_ref(struct td_kv_pages *kv, enum td_kv_group g, uint32_t page);
 void td_kv_pages_unref(struct td_kv_pages *kv, enum td_kv_group g, uint32_t page); /* at zero: free (kept or not) */
 uint32_t td_kv_pages_refs(const struct td_kv_pages *kv, enum td_kv_group g, uint32_t page);
 uint32_t td_kv_pages_n_free(const struct td_kv_pages *kv, enum td_kv_group g);
-uint32_t td_kv_pages_n_kept(const struct td_kv_pages *kv, enum td_kv_group g); /* of the free ones */
+uint32_t td_kv_pages_n_kept(const struct td_kv_pages *kv, enum td_kv_group g);             /* of the free ones */
+bool td_kv_pages_is_kept(const struct td_kv_pages *kv, enum td_kv_group g, uint32_t page); /* held or not */
 uint32_t td_kv_pages_n_total(const struct td_kv_pages *kv, enum td_kv_group g);
 void td_kv_pages_describe(const struct td_kv_pages *kv,
                           struct td_buf *json_out); /* counts, holders with their page counts */

@@ -125,6 +125,13 @@ void td_xfer_memory_set_trouble(struct td_xfer *x, const struct td_xfer_memory_t
     memory_node_of(x)->trouble = trouble == NULL ? (struct td_xfer_memory_trouble){0} : *trouble;
 }
 
+void td_xfer_memory_watch(struct td_xfer *x, td_xfer_memory_land_fn *fn, void *user)
+{
+    struct memory_node *n = memory_node_of(x);
+    n->watch = fn;
+    n->watch_user = user;
+}
+
 static void free_pool(struct memory_pool *p)
 {
     td_list_remove(&p->link);

@@ -11,7 +11,7 @@
 #define MEMORY_POOL_MAGIC 0x6d656d32u
 #define MEMORY_PEER_MAGIC 0x6d656d33u
 
-enum memory_kind { MEMORY_PUT, MEMORY_FLUSH, MEMORY_MESSAGE };
+enum memory_kind { MEMORY_PUT, MEMORY_FLUSH, MEMORY_MESSAGE, MEMORY_COPY /* a message once more */ };
 
 struct memory_node {
     uint32_t magic;
@@ -23,6 +23,8 @@ struct memory_node {
     uint64_t incarnation;
     struct td_xfer_handlers handlers;
     void *user;
+    td_xfer_memory_land_fn *watch;
+    void *watch_user;
     struct td_list pools, peers;
     struct td_list canceled; /* ops of closed peers, waiting for their done */
     struct td_list arrivals; /* on the wire to us */

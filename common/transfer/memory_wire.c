@@ -66,6 +66,7 @@ static void try_flushes(uint64_t node, uint64_t peer)
 }
 
 static void on_arrival(struct td_timer *t);
+static void on_copy(struct td_timer *t);
 
 static struct memory_arrival *put_on_wire(struct memory_node *from, struct memory_node *to, enum memory_kind kind,
                                           const void *data, size_t n)
@@ -205,6 +206,12 @@ enum td_status td_memory_send(struct td_xfer_peer *peer, uint8_t id, const void 
     a->from_peer = p->id;
     a->message_id = id;
     to->env->timer_start(to->env, &a->timer, delay(from));
+    if (!td_memory_chance(from, from->trouble.double_message_ppm)) return TD_OK;
+    struct memory_arrival *copy = put_on_wire(from, to, MEMORY_COPY, data, n);
+    if (copy == NULL) return TD_OK;
+    copy->message_id = id;
+    copy->timer.fire = on_copy;
+    to->env->timer_start(to->env, &copy->timer, delay(from) * 8); /* overtakes, or is overtaken */
     return TD_OK;
 }
 
@@ -223,7 +230,10 @@ static void land(struct memory_arrival *a)
     TD_LIST_FOREACH (it, &a->to->pools) {
         struct memory_pool *pool = TD_LIST_ENTRY(it, struct memory_pool, link);
         if (pool->id != a->pool) continue;
-        if (a->n != 0) memcpy(pool->base + a->offset, a->data, a->n); /* bounds: checked against the key by put */
+        uint8_t *at = pool->base + a->offset; /* bounds: checked against the key by put */
+        if (a->to->watch != NULL)
+            a->to->watch((struct td_xfer *)(void *)a->to, a->from_incarnation, at, a->n, a->data, a->to->watch_user);
+        if (a->n != 0) memcpy(at, a->data, a->n);
         break;
     }
     uint64_t node = a->from_node, peer = a->from_peer;
@@ -243,6 +253,15 @@ static void hand_over(struct memory_arrival *a)
         to->handlers.on_message((struct td_xfer *)(void *)to, a->from_incarnation, a->message_id, a->data, a->n,
                                 to->user);
     free(a);
+}
+
+static void on_copy(struct td_timer *t)
+{
+    struct memory_arrival *a = TD_CONTAINER_OF(t, struct memory_arrival, timer);
+    if (a->to->is_paused)
+        free_arrival(a); /* one copy fewer */
+    else
+        hand_over(a);
 }
 
 static struct memory_arrival *oldest_message(struct memory_arrival *like)

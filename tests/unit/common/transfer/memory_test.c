@@ -321,6 +321,46 @@ static void some_messages_get_lost_when_asked(void **state)
     finish(s);
 }
 
+static void some_messages_arrive_twice_when_asked(void **state)
+{
+    (void)state;
+    struct td_xfer_memory_trouble t = {.delay_max_ns = 1000, .double_message_ppm = 300000};
+    struct state *s = begin(6, &t);
+    for (unsigned i = 0; i < 100; i++) message(&s->a, (uint8_t)i);
+    world_run(&s->w);
+    assert_in_range(s->b.n_messages, 110, 160);
+    unsigned n_seen[100] = {0};
+    for (unsigned i = 0; i < s->b.n_messages; i++) n_seen[s->b.ids[i]]++;
+    for (unsigned i = 0; i < 100; i++) assert_in_range(n_seen[i], 1, 2);
+    finish(s);
+}
+
+static void note_landing(struct td_xfer *x, uint64_t from, void *at, size_t n, const void *data, void *user)
+{
+    struct state *s = user;
+    assert_ptr_equal(x, s->b.x);
+    assert_int_not_equal(from, 0);
+    assert_ptr_equal(at, s->b.mem + 3);
+    assert_int_equal(n, 8);
+    assert_memory_equal(data, s->a.mem + 5, n); /* what comes, before it is there */
+    assert_memory_not_equal(at, data, n);
+    s->b.trace++;
+}
+
+static void a_watcher_sees_what_a_put_is_about_to_write(void **state)
+{
+    (void)state;
+    struct state *s = begin(7, NULL);
+    td_xfer_memory_watch(s->b.x, note_landing, s);
+    memset(s->a.mem + 5, 0x5a, 8);
+    uint64_t before = s->b.trace;
+    put(&s->a, 5, 3, 8);
+    world_run(&s->w);
+    assert_true(s->b.trace > before);
+    assert_int_equal(s->b.mem[3], 0x5a);
+    finish(s);
+}
+
 /* --- deaths --------------------------------------------------------------------------------------------------------
  */
 
@@ -561,6 +601,8 @@ int main(void)
         cmocka_unit_test(messages_overtake_puts_and_puts_messages),
         cmocka_unit_test(the_same_seed_gives_the_same_run),
         cmocka_unit_test(some_messages_get_lost_when_asked),
+        cmocka_unit_test(some_messages_arrive_twice_when_asked),
+        cmocka_unit_test(a_watcher_sees_what_a_put_is_about_to_write),
         cmocka_unit_test(the_death_of_a_peer_ends_requests_then_is_told_once),
         cmocka_unit_test(the_killed_call_nothing_back),
         cmocka_unit_test(bytes_of_the_dead_may_land_late),
