@@ -8,6 +8,7 @@ CUDA       ?= auto
 SAN        ?=
 OPT        ?= -O2
 Q          := $(if $(V),,@)
+comma      := ,
 say         = $(if $(V),,@echo '  $(1) $(2)')
 .DEFAULT_GOAL := all
 
@@ -138,6 +139,15 @@ unit: $(if $(ONLY),$(foreach t,$(UNIT_BIN),$(if $(findstring $(ONLY),$(t)),$(t))
 	   echo "== $$t"; timeout 600 $$t || failed="$$failed $$t($$?)"; done; \
 	 [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
+# ---- the simulated cluster: the daemons' modules on twins of common/loop, common/rpc and the engine, which the linker finds
+# first. --wrap: the log, and functions that tests/sim/planted.c replaces by wrong ones.
+SIM_BIN    := $(BUILD)/bin/sim
+SIM_OBJ    := $(patsubst %.c,$(BUILD)/obj/%.o,$(wildcard tests/sim/*.c))
+SIM_WRAP   := $(shell sed -n 's/.*__wrap_\(td_[a-z_]*\)[^a-z_].*/\1/p; s/^WRAP.[a-z_ ]*, \(td_[a-z_]*\),.*/\1/p' tests/sim/*.c | sort -u)
+$(SIM_BIN): $(SIM_OBJ) $(call link_libs,$(LAYERS))
+	@mkdir -p $(@D)
+	$(call say,link,$@)
+	$(Q)$(CC) $(LDFLAGS) $(addprefix -Wl$(comma)--wrap=,$(SIM_WRAP)) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
 
 # ---- fuzz targets: tests/fuzz/X_fuzz.c, one LLVMFuzzerTestOneInput each, built with clang in a tree of its own ---------------
 FUZZ_SECONDS ?= 60
@@ -229,7 +239,7 @@ RUN_CTL    := $(BUILD)/bin/tandemctl
 VENV       := build/venv
 PYTEST     := $(VENV)/bin/python -m pytest
 
-.PHONY: help packages packages-test packages-bench packages-dev run run-built serve serve-built test test-built lint e2e venv asan asan-e2e tsan tsan-e2e soak clang format format-check tidy clean what
+.PHONY: help packages packages-test packages-bench packages-dev run run-built serve serve-built test test-built sim sim-built lint e2e venv asan asan-e2e tsan tsan-e2e soak clang format format-check tidy clean what
 help:           ## this list
 	@sed -n 's/^\([a-z][a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 	@echo "  CUDA=0 builds without CUDA; BUILD=dir, CC=clang, SAN=address,undefined choose another tree, compiler, sanitizer"
@@ -256,10 +266,20 @@ serve: packages ## the same cluster, kept up until Ctrl-C
 	@$(MAKE) --no-print-directory -j$$(nproc) all
 	@$(RUN_CTL) up --model '$(MODEL)' --run-dir $(RUN_DIR)
 
-test: packages-test ## lint, unit tests, end-to-end tests
-	@$(MAKE) --no-print-directory -j$$(nproc) what all unit-build $(SUPPORT_PROGS)
+test: packages-test ## lint, unit tests, simulated cluster, end-to-end tests
+	@$(MAKE) --no-print-directory -j$$(nproc) what all unit-build $(SUPPORT_PROGS) $(SIM_BIN)
 	@$(MAKE) --no-print-directory test-built
-test-built: lint unit e2e
+test-built: lint unit sim-built e2e
+
+SEEDS      ?= 200
+FIRST      ?= 1
+sim:            ## the whole cluster on a virtual clock with seeded trouble (SEEDS=200, FIRST=1; SEED=7 replays one with a trace)
+	@$(MAKE) --no-print-directory -j$$(nproc) $(SIM_BIN)
+	@$(if $(SEED),$(SIM_BIN) --seed $(SEED) --trace $(ARGS),$(SIM_BIN) --seeds $(SEEDS) --first $(FIRST) $(ARGS))
+# And that it sees mistakes: each planted one within 200 seeds.
+sim-built: $(SIM_BIN)
+	@$(SIM_BIN) --seeds $(SEEDS) --first $(FIRST)
+	@for p in $$($(SIM_BIN) --plants); do $(SIM_BIN) --seeds 200 --plant $$p --caught || exit 1; done
 
 lint:           ## layers, words
 	@python3 tests/lint/layers.py
