@@ -107,6 +107,7 @@ void td_decode_request_finish(struct td_decode_request *r, Tandem__V1__FinishRea
             .reason = reason,
             .status = st,
             .is_lost = is_lost,
+            .is_handoff = r->has_handoff_failed,
             .handoff_bytes = r->handoff_bytes,
             .handoff_us = r->prefill != 0 && r->complete_ns != 0 ? (r->complete_ns - r->started_ns) / 1000 : 0,
             .decode_us = r->complete_ns != 0 ? (t - r->complete_ns) / 1000 : 0,
@@ -189,6 +190,7 @@ static enum td_status reserve(struct td_decode_worker *w, struct td_decode_reque
 {
     bool is_local = r->prefill == 0;
     enum td_status st = is_local ? TD_OK : w->ports.check_peer(w->ports.self, r->prefill, err);
+    r->has_handoff_failed = st != TD_OK;
     if (st != TD_OK) return st;
     /* With tokens of its own it was somewhere before. */
     uint32_t margin = r->req.n_tokens > r->req.n_prompt ? w->o.return_margin_tokens : 0;
@@ -200,6 +202,7 @@ static enum td_status reserve(struct td_decode_worker *w, struct td_decode_reque
     if (st != TD_OK) return td_err_set(err, st, "%s", td_status_text(st));
     if (is_local) return TD_OK;
     st = td_rx_reserve(w->rx, r->prefill, r->req.n_tokens, 0, r->req.id, r, &r->reservation, &r->target);
+    r->has_handoff_failed = st == TD_E_PEER_LOST;
     return st == TD_OK ? TD_OK : td_err_set(err, st, "%s", td_status_text(st));
 }
 
@@ -377,10 +380,12 @@ static void rx_failed(void *self, struct td_rx_reservation *rv, enum td_status s
     TD_CHECK(r->state == DS_RESERVED && r->reservation == rv);
     td_decode_worker_enter(w);
     r->reservation = NULL; /* its pages go back on their own */
-    if (st == TD_E_CANCELED)
+    if (st == TD_E_CANCELED) {
         set_state(r, DS_OVER);
-    else
+    } else {
+        r->has_handoff_failed = true;
         td_decode_request_lose(r, st, why);
+    }
     td_decode_worker_leave(w);
 }
 

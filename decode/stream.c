@@ -248,6 +248,7 @@ static bool put_finished(struct td_decode_stream *s, Tandem__V1__DecodeEvents *e
         out->decode_us = f->decode_us;
         out->transport = f->transport;
         out->is_lost = f->is_lost;
+        out->is_handoff = f->is_handoff;
         m->finished_ptrs[i] = out;
     }
     ev->n_finished = s->n_finished;

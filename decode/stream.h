@@ -17,7 +17,7 @@ struct td_decode_finish {
     uint64_t stream_id;
     Tandem__V1__FinishReason reason;
     enum td_status status;
-    bool is_lost;
+    bool is_lost, is_handoff;
     uint64_t handoff_bytes, handoff_us, decode_us;
     char transport[16], message[512];
 };

@@ -41,6 +41,7 @@ struct td_decode_request {
     uint64_t stalled_ns;                          /* waits for pages since, with stalled_at tokens computed */
     uint32_t stalled_at;
     uint64_t handoff_bytes;
+    bool has_handoff_failed;  /* for whoever asks whose failure it was */
     struct td_list in_worker; /* oldest first */
     struct td_list in_stream;
 };

@@ -3,22 +3,26 @@
 static enum td_status choose(struct td_admit *a, struct td_request *r, struct td_err *err)
 {
     struct td_place_query q = {
+        .n_tokens = r->n_tokens,
+        .is_back = r->is_back,
         .failed_decode = r->failed_decode,
         .failed_prefill = r->failed_prefill,
-        .decode_failed = r->decode_failed,
+        .blame = r->blame,
         .same_ok = r->same_ok,
+        .is_last_try = r->n_retries >= TD_ROUTER_MAX_RETRIES,
     };
     struct td_place place;
     enum td_status st = td_place_choose(a->fleet, &q, &place, err);
     if (st != TD_OK) return st;
-    td_fleet_claim(a->fleet, place.decode, place.prefill, r->n_prompt);
+    td_fleet_claim(a->fleet, place.decode, place.prefill, r->n_tokens);
+    r->n_charged = r->n_tokens;
     r->decode = place.decode;
     r->prefill = place.prefill;
     return TD_OK;
 }
 
-/* Those in front first. One that cannot be placed stops the rest, unless it is a retry: what it waits for, others may
- * not need. */
+/* Those in front first. One that cannot be placed stops the rest, so that what it waits for is not taken by those that
+ * need less; unless it is a retry: what that waits for, others may not need. */
 static void on_pump(struct td_timer *t)
 {
     struct td_admit *a = TD_CONTAINER_OF(t, struct td_admit, pump);
@@ -64,8 +68,6 @@ enum td_status td_admit_check(const struct td_admit *a, struct td_err *err)
 {
     if (td_fleet_n(a->fleet, TANDEM__V1__ROLE__ROLE_DECODE) == 0)
         return td_err_set(err, TD_E_UNAVAILABLE, "no decode worker is available");
-    if (td_fleet_n(a->fleet, TANDEM__V1__ROLE__ROLE_PREFILL) == 0)
-        return td_err_set(err, TD_E_UNAVAILABLE, "no prefill worker is available");
     if (a->n_waiting + a->n_tokenizing >= a->n_max)
         return td_err_set(err, TD_E_BUSY, "%u requests are waiting already (--max-queue)",
                           a->n_waiting + a->n_tokenizing);
@@ -84,7 +86,8 @@ static struct td_list *place_in_front(struct td_admit *a, const struct td_reques
 
 enum td_status td_admit_place(struct td_admit *a, struct td_request *r, struct td_err *err)
 {
-    if (td_list_is_empty(&a->queue) || r->had_turn) {
+    struct td_list *before = r->had_turn ? place_in_front(a, r) : &a->queue;
+    if (before == a->queue.next) { /* nobody stands before it */
         enum td_status st = choose(a, r, err);
         if (st != TD_E_BUSY) return st;
     } else if (td_fleet_n(a->fleet, TANDEM__V1__ROLE__ROLE_DECODE) == 0) {
@@ -92,10 +95,9 @@ enum td_status td_admit_place(struct td_admit *a, struct td_request *r, struct t
     }
     if (!r->had_turn && a->n_waiting >= a->n_max)
         return td_err_set(err, TD_E_BUSY, "%u requests are waiting already (--max-queue)", a->n_waiting);
-    struct td_list *before = &a->queue;
-    if (r->had_turn) before = place_in_front(a, r);
     td_list_push_back(before, &r->queue_link); /* of that element: before it */
     a->n_waiting++;
+    if (r->had_turn) td_admit_kick(a); /* those before it may wait for what it does not need */
     return TD_IN_PROGRESS;
 }
 

@@ -14,13 +14,17 @@
 #include "router/router_int.h"
 
 #define CALL_MAGIC         0x6170692eu /* "api." */
-#define INLINE_PARSE_BYTES 65536u      /* about 1 ms */
+#define INLINE_PARSE_BYTES 16384u      /* about 1 ms with tokenising, which some endpoints do at once */
 #define MAX_DEPTH          100u        /* of a body's arrays and objects */
 #define MAX_VALUES         1000000u    /* in a body: each costs up to 130 bytes of ours */
 #define RETRY_AFTER_S      "1"         /* a queue of requests moves on within a second or not at all */
 
 static const struct td_api_endpoint *const endpoints[] = {
     &td_api_chat,
+    &td_api_responses,
+    &td_api_completions,
+    &td_api_tokenize,
+    &td_api_detokenize,
 };
 
 struct call {
@@ -377,5 +381,5 @@ enum td_status td_api_add_routes(struct td_router *ro, struct td_http *h)
         enum td_status st = td_http_add_public_routes(h, &row, 1);
         if (st != TD_OK) return st;
     }
-    return TD_OK;
+    return td_api_add_models(ro, h);
 }

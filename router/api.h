@@ -73,6 +73,8 @@ unsigned td_api_put_error(struct td_buf *out, const struct td_api_call *call, en
 /* model, sampling, stop and what every endpoint ignores or refuses. max_tokens, n, logprobs and prompts are the
  * endpoint's. */
 void td_api_read_options(struct td_order *o, struct td_fields *f);
+/* stream -> call->is_stream, stream_options.include_usage. */
+void td_api_read_stream(struct td_api_call *call, struct td_fields *f, bool *includes_usage_out);
 /* tools: [{"type":"function","function":{...}}], or with is_flat (Responses) the function's fields beside type.
  * tool_choice, parallel_tool_calls. After it, o->chat.tools are those that are offered. */
 void td_api_read_tools(struct td_order *o, struct td_fields *f, bool is_flat);

@@ -65,19 +65,6 @@ static void read_logprobs(struct td_order *o, struct td_fields *f)
         td_fields_fail(f, TD_E_INVALID, "top_logprobs", "needs logprobs to be true");
 }
 
-static void read_stream(struct td_api_call *call, struct td_fields *f)
-{
-    struct chat *c = call->state;
-    td_fields_bool(f, "stream", &call->is_stream);
-    const json_t *v;
-    if (!td_fields_object(f, "stream_options", &v)) return;
-    if (!call->is_stream) td_fields_fail(f, TD_E_INVALID, "stream_options", "needs stream to be true");
-    if (f->st != TD_OK) return;
-    struct td_fields s = td_fields_open(v, f->err, "stream_options");
-    td_fields_bool(&s, "include_usage", &c->includes_usage);
-    f->st = s.st;
-}
-
 static void read(struct td_api_call *call, struct td_fields *f)
 {
     struct td_order *o = &call->order;
@@ -94,7 +81,7 @@ static void read(struct td_api_call *call, struct td_fields *f)
     td_fields_bool(f, "include_reasoning", &includes_reasoning);
     o->hides_reasoning = !includes_reasoning;
     read_logprobs(o, f);
-    read_stream(call, f);
+    td_api_read_stream(call, f, &c->includes_usage);
     read_response_format(f);
     read_modalities(f);
     td_fields_refuse(f, refusals, sizeof refusals / sizeof refusals[0]);

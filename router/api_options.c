@@ -165,3 +165,15 @@ void td_api_read_options(struct td_order *o, struct td_fields *f)
     o->stop.ignore_eos = ignore_eos;
     td_fields_refuse(f, refusals, sizeof refusals / sizeof refusals[0]);
 }
+
+void td_api_read_stream(struct td_api_call *call, struct td_fields *f, bool *includes_usage_out)
+{
+    const json_t *v;
+    td_fields_bool(f, "stream", &call->is_stream);
+    if (!td_fields_object(f, "stream_options", &v)) return;
+    if (!call->is_stream) td_fields_fail(f, TD_E_INVALID, "stream_options", "needs stream to be true");
+    if (f->st != TD_OK) return;
+    struct td_fields s = td_fields_open(v, f->err, "stream_options");
+    td_fields_bool(&s, "include_usage", includes_usage_out);
+    f->st = s.st;
+}

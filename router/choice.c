@@ -220,6 +220,7 @@ enum td_status td_choice_tokens(struct td_choice *c, const uint32_t *ids, uint32
         struct td_choice_event begin = {.type = TD_CHOICE_BEGIN};
         c->has_begun = true;
         c->st = c->on_event(c->user, &begin);
+        for (size_t i = 0; i < c->n_forced && c->parser != NULL; i++) td_chat_parser_feed(c->parser, c->forced[i]);
     }
     for (uint32_t i = 0; i < n && !c->is_stopped && c->st == TD_OK; i++) {
         const Tandem__V1__PositionLogprobs *l = c->order->want_logprobs && logprobs != NULL ? logprobs[i] : NULL;
@@ -234,7 +235,8 @@ enum td_status td_choice_tokens(struct td_choice *c, const uint32_t *ids, uint32
 
 void td_choice_force(struct td_choice *c, const uint32_t *ids, size_t n)
 {
-    for (size_t i = 0; i < n && c->parser != NULL; i++) td_chat_parser_feed(c->parser, ids[i]);
+    c->forced = ids;
+    c->n_forced = n;
 }
 
 static enum td_finish finish_of(const struct td_choice *c, bool hit_limit)

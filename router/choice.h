@@ -81,6 +81,8 @@ struct td_choice {
     } * places;
     size_t n_tokens, cap_tokens;
 
+    const uint32_t *forced; /* to be fed before the first token */
+    size_t n_forced;
     bool is_stopped; /* ended by us: a stop string, or the one call is complete */
     bool has_begun, has_ended;
     enum td_status st; /* what on_event said, or NO_MEMORY */
@@ -91,7 +93,7 @@ enum td_status td_choice_init(struct td_choice *c, const struct td_order *order,
                               const struct td_tokenizer *tokenizer, uint64_t random,
                               enum td_status (*on_event)(void *user, const struct td_choice_event *e), void *user);
 void td_choice_deinit(struct td_choice *c);
-/* Tokens that come before what is sampled: the beginning of the answer that the prompt forces. */
+/* The beginning of the answer that the prompt forces; borrowed until the first token. */
 void td_choice_force(struct td_choice *c, const uint32_t *ids, size_t n);
 /* n new tokens, logprobs parallel or NULL; at most one TEXT event per message comes of them. Afterwards is_stopped says
  * that no more are wanted. Returns c->st. */

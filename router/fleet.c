@@ -193,7 +193,7 @@ enum td_status td_fleet_join(struct td_fleet *f, const Tandem__V1__Identity *ide
     *old_join_out = w->join;
     w->join = join;
     w->is_live = true;
-    w->is_full = false;
+    w->is_full = w->has_reported = false;
     w->joined_ns = w->seen_ns = env->now_ns(env);
     *out = w;
     TD_INFO("worker_joined", "role=%s name=%s addr=%s incarnation=%016" PRIx64, role_name(w->role), copy->name,
@@ -224,7 +224,12 @@ void td_fleet_report(struct td_fleet *f, struct td_worker *w, const Tandem__V1__
     w->load.is_draining = load->is_draining;
     w->seen_ns = f->ports->env->now_ns(f->ports->env);
     w->is_full = false;
-    f->ports->changed(f->ports->self);
+    w->has_reported = true;
+    uint64_t step_timeout_us = w->identity->step_timeout_ms * UINT64_C(1000);
+    if (step_timeout_us > 0 && load->last_step_age_us > step_timeout_us)
+        td_fleet_lose(f, w, "a step hangs: it has lasted longer than --step-timeout");
+    else
+        f->ports->changed(f->ports->self);
 }
 
 void td_fleet_leave(struct td_fleet *f, struct td_worker *w)
@@ -256,20 +261,21 @@ void td_fleet_wired(struct td_fleet *f, struct td_worker *w, bool is_wired)
 
 /* --- what we gave them ----------------------------------------------------------------------------------- */
 
-void td_fleet_claim(struct td_fleet *f, struct td_worker *decode, struct td_worker *prefill, uint32_t n_prompt)
+void td_fleet_claim(struct td_fleet *f, struct td_worker *decode, struct td_worker *prefill, uint32_t n_tokens)
 {
-    decode->last_pick = prefill->last_pick = ++f->n_picks;
+    struct td_worker *computes = prefill != NULL ? prefill : decode;
+    decode->last_pick = computes->last_pick = ++f->n_picks;
     decode->n_requests++;
-    prefill->n_requests++;
-    prefill->n_prefilling++;
-    prefill->prefill_tokens += n_prompt;
+    if (prefill != NULL) prefill->n_requests++;
+    computes->n_prefilling++;
+    computes->prefill_tokens += n_tokens;
 }
 
-void td_fleet_prefilled(struct td_fleet *f, struct td_worker *prefill, uint32_t n_prompt)
+void td_fleet_prefilled(struct td_fleet *f, struct td_worker *w, uint32_t n_tokens)
 {
-    TD_CHECK(prefill->n_prefilling > 0 && prefill->prefill_tokens >= n_prompt);
-    prefill->n_prefilling--;
-    prefill->prefill_tokens -= n_prompt;
+    TD_CHECK(w->n_prefilling > 0 && w->prefill_tokens >= n_tokens);
+    w->n_prefilling--;
+    w->prefill_tokens -= n_tokens;
     f->ports->changed(f->ports->self);
 }
 
@@ -293,12 +299,17 @@ struct td_worker *td_fleet_find(struct td_fleet *f, uint64_t incarnation)
     return NULL;
 }
 
+bool td_fleet_is_usable(const struct td_worker *w)
+{
+    return w->is_live && w->is_wired && !w->load.is_draining && (w->has_reported || w->identity->step_timeout_ms == 0);
+}
+
 uint32_t td_fleet_n(const struct td_fleet *f, Tandem__V1__Role role)
 {
     uint32_t n = 0;
     TD_LIST_FOREACH (it, &f->workers) {
         const struct td_worker *w = TD_LIST_ENTRY(it, struct td_worker, link);
-        n += w->is_live && w->is_wired && w->role == role && !w->load.is_draining;
+        n += w->role == role && td_fleet_is_usable(w);
     }
     return n;
 }

@@ -4,9 +4,10 @@
  *
  * A worker is one life of a process, known by its incarnation. It is LIVE while its Join stream stands and its reports
  * are fresh; requests are given to live workers alone. It becomes GONE when the stream ends (its requests may go on:
- * their own streams tell), or when it is silent or another life appears at its address (its requests are told that it
- * is lost). A GONE worker that says the same incarnation again is LIVE again. It is forgotten once it is GONE and no
- * request names it, always from a timer, so that nobody up the call stack is left holding freed memory. */
+ * their own streams tell), or when it is silent, reports an engine step that hangs, or another life appears at its
+ * address (its requests are told that it is lost). A GONE worker that says the same incarnation again is LIVE again. It
+ * is forgotten once it is GONE and no request names it, always from a timer, so that nobody up the call stack is left
+ * holding freed memory. */
 #ifndef TD_ROUTER_FLEET_H
 #define TD_ROUTER_FLEET_H
 
@@ -26,14 +27,15 @@ struct td_worker {
     Tandem__V1__Role role;
     bool is_live;
     bool is_wired; /* decode: its shared stream is up; prefill: always */
-    bool is_full;  /* it refused for want of room: nothing more until its next report or a request of ours ends */
+    bool has_reported;
+    bool is_full; /* it refused for want of room: nothing more until its next report or a request of ours ends */
     Tandem__V1__Load load; /* last report; all 0 before the first */
     uint64_t joined_ns, seen_ns;
     void *join;              /* the owner of its Join stream; NULL: ended */
     void *wire;              /* the router's channel to it (link.h) */
     uint32_t n_requests;     /* of this router, that name it */
-    uint32_t n_prefilling;   /* prefill: runs that have not brought their first token */
-    uint64_t prefill_tokens; /* prompt tokens of those */
+    uint32_t n_prefilling;   /* that it prefills: they have not brought their first token */
+    uint64_t prefill_tokens; /* tokens of those */
     uint64_t last_pick;      /* when it was last chosen, as a count of choices: breaks ties in turn */
 };
 
@@ -73,13 +75,16 @@ void td_fleet_leave(struct td_fleet *f, struct td_worker *w); /* its Join stream
 void td_fleet_lose(struct td_fleet *f, struct td_worker *w, const char *why);
 void td_fleet_wired(struct td_fleet *f, struct td_worker *w, bool is_wired);
 
-/* A request takes a pair of workers, its prefill is over (first token, or its run ended), and it lets go of one. */
-void td_fleet_claim(struct td_fleet *f, struct td_worker *decode, struct td_worker *prefill, uint32_t n_prompt);
-void td_fleet_prefilled(struct td_fleet *f, struct td_worker *prefill, uint32_t n_prompt);
+/* A request with n_tokens to prefill takes a pair of workers (prefill NULL: decode computes them), its prefill is over
+ * at who computed it (first token, or its run ended), and it lets go of one. */
+void td_fleet_claim(struct td_fleet *f, struct td_worker *decode, struct td_worker *prefill, uint32_t n_tokens);
+void td_fleet_prefilled(struct td_fleet *f, struct td_worker *w, uint32_t n_tokens);
 void td_fleet_release(struct td_fleet *f, struct td_worker *w, bool made_room);
 
 struct td_worker *td_fleet_find(struct td_fleet *f, uint64_t incarnation); /* LIVE or GONE; NULL: unknown */
-uint32_t td_fleet_n(const struct td_fleet *f, Tandem__V1__Role role);      /* live, wired, not draining */
+/* Live, wired, not draining; and if it watches its steps, a first report has told how the present one does. */
+bool td_fleet_is_usable(const struct td_worker *w);
+uint32_t td_fleet_n(const struct td_fleet *f, Tandem__V1__Role role); /* usable */
 /* What every live worker agrees on, from one of them; NULL: nobody is live. */
 const Tandem__V1__Identity *td_fleet_facts(const struct td_fleet *f);
 /* Context of the live worker that takes least, and of the one that takes most; 0: nobody is live. */

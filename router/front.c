@@ -142,7 +142,7 @@ static bool port_decode_full(void *self, struct td_request *r)
 static void port_prefilled(void *self, struct td_request *r)
 {
     struct td_router *ro = self;
-    td_fleet_prefilled(&ro->fleet, r->prefill, r->n_prompt);
+    td_fleet_prefilled(&ro->fleet, r->prefill != NULL ? r->prefill : r->decode, r->n_charged);
 }
 
 static void port_release(void *self, struct td_request *r, struct td_worker *w, bool made_room)
@@ -169,13 +169,16 @@ void td_front_note_done(struct td_router *ro, const struct td_request *r, bool h
         td_metric_observe(TD_M_request_seconds, (double)(r->t_last - r->t_received) / 1e9);
     }
     if (st != TD_OK) td_metric_add(TD_M_requests_failed, 1);
+    td_metric_add(TD_M_requests_migrated, r->n_migrations);
+    td_metric_add(TD_M_requests_preempted, r->n_preempted);
+    if (r->t_first != 0 && r->prefill_name[0] == '\0') td_metric_add(TD_M_requests_local, 1);
     double ttft_ms = r->t_first != 0 ? (double)(r->t_first - r->t_received) / 1e6 : 0;
     TD_INFO("request_done",
-            "req=%s status=%s prompt_tokens=%u generated_tokens=%u ttft_ms=%.1f total_ms=%.1f retries=%u "
-            "prefill=%s decode=%s text=\"%s\"",
+            "req=%s status=%s prompt_tokens=%u generated_tokens=%u ttft_ms=%.1f total_ms=%.1f migrations=%u deaths=%u "
+            "preemptions=%u prefill=%s decode=%s text=\"%s\"",
             r->id, td_status_name(st), r->n_prompt, td_request_n_generated(r), ttft_ms,
-            (double)(r->t_last - r->t_received) / 1e6, r->n_retries, r->prefill_name, r->decode_name,
-            st == TD_OK ? "" : text);
+            (double)(r->t_last - r->t_received) / 1e6, r->n_migrations, r->n_deaths, r->n_preempted, r->prefill_name,
+            r->decode_name, st == TD_OK ? "" : text);
 }
 
 static void port_done(void *self, struct td_request *r, enum td_status st, const char *text)

@@ -275,7 +275,7 @@ enum td_status td_link_start(struct td_request *r, struct td_err *err)
     struct td_link *l = r->decode->wire;
     if (l == NULL || l->stream == NULL) return td_err_set(err, TD_E_PEER_LOST, "no stream to it");
     if (td_rpc_queued_bytes(l->stream->call) > MAX_UNSENT_BYTES) return TD_E_BUSY;
-    enum td_status st = introduce_prefill(l, r->prefill);
+    enum td_status st = r->prefill != NULL ? introduce_prefill(l, r->prefill) : TD_OK;
     if (st == TD_OK && !take_slot(l, r)) return TD_E_NO_MEMORY;
     if (st == TD_OK) {
         Tandem__V1__TokenRequest request;
@@ -283,7 +283,7 @@ enum td_status td_link_start(struct td_request *r, struct td_err *err)
         Tandem__V1__DecodeStart start = TANDEM__V1__DECODE_START__INIT;
         start.stream_id = r->stream_id;
         start.request = &request;
-        start.prefill = r->prefill->incarnation;
+        start.prefill = r->prefill != NULL ? r->prefill->incarnation : 0;
         Tandem__V1__DecodeCommand command = TANDEM__V1__DECODE_COMMAND__INIT;
         command.command_case = TANDEM__V1__DECODE_COMMAND__COMMAND_START;
         command.start = &start;

@@ -35,7 +35,7 @@ void td_router_update_ready(struct td_router *ro)
     uint32_t n_decode = td_fleet_n(&ro->fleet, TANDEM__V1__ROLE__ROLE_DECODE);
     td_metric_set(TD_M_workers_prefill, n_prefill);
     td_metric_set(TD_M_workers_decode, n_decode);
-    bool is_ready = n_prefill > 0 && n_decode > 0 && !ro->is_draining;
+    bool is_ready = n_decode > 0 && !ro->is_draining; /* decode workers can do without the others */
     if (is_ready == ro->is_ready) return;
     ro->is_ready = is_ready;
     TD_INFO(is_ready ? "ready" : "not_ready", "prefill=%u decode=%u draining=%d", n_prefill, n_decode, ro->is_draining);

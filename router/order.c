@@ -13,7 +13,7 @@ struct td_order_block {
 
 void td_order_init(struct td_order *o)
 {
-    *o = (struct td_order){.model = "", .n_choices = 1};
+    *o = (struct td_order){.chat_field = "messages", .model = "", .n_choices = 1};
     tandem__v1__sampling__init(&o->sampling);
     tandem__v1__stop__init(&o->stop);
 }

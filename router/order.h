@@ -18,8 +18,8 @@
 enum td_tool_choice {
     TD_TOOL_CHOICE_AUTO,
     TD_TOOL_CHOICE_NONE,     /* the conversation's tools are left out: the reader sees to that */
-    TD_TOOL_CHOICE_REQUIRED, /* some tool must be called */
-    TD_TOOL_CHOICE_NAMED,    /* tool_name must be called */
+    TD_TOOL_CHOICE_REQUIRED, /* some tool must be called: the prompt ends in the beginning of a call */
+    TD_TOOL_CHOICE_NAMED,    /* tool_name must be called: likewise */
 };
 
 /* One text, or token ids. */
@@ -41,6 +41,7 @@ struct td_order {
     size_t n_prompts;
     bool parse_special; /* special tokens' names in a prompt's text become the tokens */
 
+    const char *chat_field; /* what the client calls the conversation: "messages" or "input" */
     const char *model;      /* "": the one served */
     const char *request_id; /* NULL or "": one is made */
     uint32_t n_choices;     /* per prompt, 1 .. */

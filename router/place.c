@@ -3,19 +3,22 @@
  *     whichever is larger, since a report is up to a heartbeat old); then the most free pages; then the one chosen
  *     longest ago.
  *   prefill worker: live, not draining, with room for one more. The one with the fewest runs; then the fewest prompt
- *     tokens; then the one chosen longest ago.
+ *     tokens; then the one chosen longest ago. If there is none at all, the decode worker computes the prompt.
  * A worker whose engine step has lasted longer than a worker may be silent is taken only if there is no other.
  *
- * A retry avoids what failed. A decode worker that failed is not asked again unless waiting may help. A failed run does
- * not tell which end of the hand-off was at fault: another prefill worker is preferred; if there is none, the same one
- * may try with another decode worker. */
+ * A request that had to give its pages up comes back where all it needs now is free, and one page more for each
+ * sequence that may grow meanwhile; or to a worker that has nothing else, and knows best whether it ever fits.
+ *
+ * A retry avoids what failed. A decode worker that failed is not asked again unless waiting may help. After a failed
+ * run another prefill worker is preferred; if there is none, or this is the last try, the decode worker does it alone:
+ * that needs no hand-off. */
 #include "router/place.h"
 
 static uint32_t max_u32(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 static bool is_usable(const struct td_worker *w, Tandem__V1__Role role)
 {
-    return w->role == role && w->is_live && w->is_wired && !w->load.is_draining;
+    return w->role == role && td_fleet_is_usable(w);
 }
 
 static bool is_stuck(const struct td_fleet *f, const struct td_worker *w)
@@ -47,10 +50,46 @@ static bool is_better_prefill(const struct td_fleet *f, const struct td_worker *
     return a->last_pick < b->last_pick;
 }
 
+/* Room for all of it, and for what the others may need next. */
+static bool has_room_to_grow(const struct td_worker *w, uint32_t n_tokens)
+{
+    uint32_t page_tokens = w->identity->descriptor->layout->page_tokens;
+    uint32_t n_others = max_u32(w->n_requests, w->load.n_running + w->load.n_waiting);
+    if (n_others == 0 || page_tokens == 0) return true;
+    return w->load.free_full_pages >= (uint64_t)n_tokens / page_tokens + 1 + n_others;
+}
+
+static struct td_worker *choose_decode(struct td_fleet *f, const struct td_place_query *q, bool avoid)
+{
+    struct td_worker *d = NULL;
+    TD_LIST_FOREACH (it, &f->workers) {
+        struct td_worker *w = TD_LIST_ENTRY(it, struct td_worker, link);
+        if (!is_usable(w, TANDEM__V1__ROLE__ROLE_DECODE) || w->is_full) continue;
+        if (avoid && w->incarnation == q->failed_decode) continue;
+        if (q->is_back && !has_room_to_grow(w, q->n_tokens)) continue;
+        if (d == NULL || is_better_decode(f, w, d)) d = w;
+    }
+    return d;
+}
+
+static struct td_worker *choose_prefill(struct td_fleet *f, const struct td_place_query *q, bool avoid)
+{
+    struct td_worker *p = NULL;
+    TD_LIST_FOREACH (it, &f->workers) {
+        struct td_worker *w = TD_LIST_ENTRY(it, struct td_worker, link);
+        if (!is_usable(w, TANDEM__V1__ROLE__ROLE_PREFILL) || w->is_full) continue;
+        if (avoid && w->incarnation == q->failed_prefill) continue;
+        if (w->n_prefilling >= TD_PLACE_PREFILL_DEPTH) continue;
+        if (p == NULL || is_better_prefill(f, w, p)) p = w;
+    }
+    return p;
+}
+
 enum td_status td_place_choose(struct td_fleet *f, const struct td_place_query *q, struct td_place *out,
                                struct td_err *err)
 {
-    uint32_t n_decode = 0, n_prefill = 0, n_other_decode = 0, n_other_prefill = 0;
+    uint32_t n_decode = 0, n_other_decode = 0, n_prefill = 0, n_other_prefill = 0;
+    bool is_retry = q->failed_decode != 0;
     TD_LIST_FOREACH (it, &f->workers) {
         const struct td_worker *w = TD_LIST_ENTRY(it, struct td_worker, link);
         if (is_usable(w, TANDEM__V1__ROLE__ROLE_DECODE)) {
@@ -62,29 +101,16 @@ enum td_status td_place_choose(struct td_fleet *f, const struct td_place_query *
         }
     }
     if (n_decode == 0) return td_err_set(err, TD_E_UNAVAILABLE, "no decode worker is available");
-    if (n_prefill == 0) return td_err_set(err, TD_E_UNAVAILABLE, "no prefill worker is available");
-
-    bool is_retry = q->failed_decode != 0;
-    bool avoid_prefill = is_retry && !q->decode_failed && n_other_prefill > 0;
-    bool avoid_decode = is_retry && (q->decode_failed ? !(q->same_ok && n_other_decode == 0)
-                                                      : n_other_prefill == 0 && !(q->same_ok && n_other_decode == 0));
+    bool avoid_decode = is_retry && q->blame == TD_BLAME_DECODE && !(q->same_ok && n_other_decode == 0);
     if (avoid_decode && n_other_decode == 0)
-        return td_err_set(err, TD_E_UNAVAILABLE, "no other %s worker to try again with",
-                          q->decode_failed ? "decode" : "prefill");
+        return td_err_set(err, TD_E_UNAVAILABLE, "no other decode worker to try again with");
 
-    struct td_worker *d = NULL, *p = NULL;
-    TD_LIST_FOREACH (it, &f->workers) {
-        struct td_worker *w = TD_LIST_ENTRY(it, struct td_worker, link);
-        if (is_usable(w, TANDEM__V1__ROLE__ROLE_DECODE)) {
-            if (w->is_full || (avoid_decode && w->incarnation == q->failed_decode)) continue;
-            if (d == NULL || is_better_decode(f, w, d)) d = w;
-        } else if (is_usable(w, TANDEM__V1__ROLE__ROLE_PREFILL)) {
-            if (w->is_full || (avoid_prefill && w->incarnation == q->failed_prefill)) continue;
-            if (w->n_prefilling >= TD_PLACE_PREFILL_DEPTH) continue;
-            if (p == NULL || is_better_prefill(f, w, p)) p = w;
-        }
-    }
-    if (d == NULL || p == NULL)
+    bool avoid_prefill = is_retry && q->blame == TD_BLAME_PREFILL && !(q->same_ok && n_other_prefill == 0);
+    bool is_local = (avoid_prefill ? n_other_prefill : n_prefill) == 0 ||
+                    (is_retry && q->is_last_try && q->blame == TD_BLAME_PREFILL);
+    struct td_worker *d = choose_decode(f, q, avoid_decode);
+    struct td_worker *p = is_local ? NULL : choose_prefill(f, q, avoid_prefill);
+    if (d == NULL || (p == NULL && !is_local))
         return td_err_set(err, TD_E_BUSY, "no %s worker has room", d == NULL ? "decode" : "prefill");
     *out = (struct td_place){.decode = d, .prefill = p};
     return TD_OK;

@@ -1,5 +1,5 @@
-/* Which decode worker and which prefill worker a request gets. A pure choice from what the fleet reports and what this
- * router has given out; the rule is told in place.c. */
+/* Which decode worker and which prefill worker a request gets, if any: the decode worker can compute the prompt itself.
+ * A pure choice from what the fleet reports and what this router has given out; the rule is told in place.c. */
 #ifndef TD_ROUTER_PLACE_H
 #define TD_ROUTER_PLACE_H
 
@@ -9,14 +9,20 @@
  * queue stays in the router, so that reserved pages do not idle behind it. */
 #define TD_PLACE_PREFILL_DEPTH 2u
 
+/* Whose failure it looked like. PREFILL: or that of the hand-off; the decode worker by itself is well. */
+enum td_blame { TD_BLAME_NONE, TD_BLAME_DECODE, TD_BLAME_PREFILL };
+
 struct td_place_query {
+    uint32_t n_tokens; /* whose KV is to be made */
+    bool is_back;      /* gave its pages up before: comes back only where it has room to grow */
     /* A retry names the pair that failed; 0: first try. */
     uint64_t failed_decode, failed_prefill;
-    bool decode_failed; /* whose failure it looked like */
-    bool same_ok;       /* the same pair may do better later */
+    enum td_blame blame;
+    bool same_ok;     /* the same pair may do better later */
+    bool is_last_try; /* no further failure is forgiven: as few workers as can do it */
 };
 struct td_place {
-    struct td_worker *decode, *prefill;
+    struct td_worker *decode, *prefill; /* prefill NULL: decode computes the prompt */
 };
 
 /* OK; BUSY: there are workers, none has room now; UNAVAILABLE: nobody can take it, err says why. */

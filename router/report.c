@@ -23,14 +23,16 @@ void td_request_timing(const struct td_request *r, Tandem__V1__Timing *out)
     out->queue_us = us_between(r->t_received, r->t_run);
     out->prefill_us = r->prefill_us;
     /* P's Done may come after the last token; then what the client saw is the measure. */
-    out->handoff_us = r->handoff_us > 0 ? r->handoff_us : us_between(r->t_first, r->t_first_decoded);
-    out->decode_us = r->decode_us;
+    out->handoff_us = r->handoff_us > 0 ? r->handoff_us : us_between(r->t_prefilled, r->t_first_decoded);
+    /* A worker knows only its own part of what went on elsewhere. */
+    out->decode_us = r->n_migrations > 0 ? us_between(r->t_first, r->t_last) : r->decode_us;
     out->ttft_us = us_between(r->t_received, r->t_first);
     out->total_us = us_between(r->t_received, r->t_last);
-    out->handoff_bytes = r->handoff_bytes;
+    out->handoff_bytes = r->past_handoff_bytes + r->handoff_bytes;
     out->transport = (char *)r->transport;
     out->prefill_worker = (char *)r->prefill_name;
     out->decode_worker = (char *)r->decode_name;
+    out->migrations = r->n_migrations;
 }
 
 static uint64_t ms_between(uint64_t from_ns, uint64_t to_ns) { return (to_ns - from_ns) / TD_NS_PER_MS; }
@@ -41,10 +43,11 @@ void td_request_describe(const struct td_request *r, struct td_buf *out)
     td_buf_printf(out,
                   "{\"id\":\"%s\",\"state\":\"%s\",\"state_ms\":%" PRIu64 ",\"age_ms\":%" PRIu64
                   ",\"deadline_in_ms\":%" PRId64 ",\"prompt_tokens\":%u,\"generated_tokens\":%u,\"held_tokens\":%u,"
-                  "\"retries\":%u,\"decode\":\"%s\",\"prefill\":\"%s\"}",
+                  "\"retries\":%u,\"deaths\":%u,\"migrations\":%u,\"preemptions\":%u,\"decode\":\"%s\","
+                  "\"prefill\":\"%s\"}",
                   r->id, td_request_state_name(r), ms_between(r->t_state, now), ms_between(r->t_received, now),
                   r->deadline_ns == TD_NEVER_NS ? -1 : (int64_t)(r->deadline_ns - now) / (int64_t)TD_NS_PER_MS,
-                  r->n_prompt, td_request_n_generated(r), r->n_held, r->n_retries,
-                  r->decode != NULL ? r->decode->identity->name : "",
+                  r->n_prompt, td_request_n_generated(r), r->n_held, r->n_retries + r->n_turned, r->n_deaths,
+                  r->n_migrations, r->n_preempted, r->decode != NULL ? r->decode->identity->name : "",
                   r->prefill != NULL ? r->prefill->identity->name : "");
 }

@@ -1,6 +1,7 @@
 /* One client request from its tokens to its end: which state it is in, what each piece of news means, what happens when
  * something fails. Pure: it knows time through td_env and acts through struct td_router_ports; tests give it a virtual
- * clock and ports that record. The states and transitions are the tables at the top of request.c. Loop thread only.
+ * clock and ports that record. The states and transitions are the tables at the top of request.c; what news means is in
+ * request_news.c, what a failure leads to in request_failure.c. Loop thread only.
  *
  * Every request ends with exactly one call of ports->done. News may come in any order that several connections can
  * produce (a token before the first token, a worker's end after ours): what the state does not expect is dropped. */
@@ -15,9 +16,13 @@
 #include "common/base/status.h"
 #include "proto/worker.pb-c.h"
 #include "router/fleet.h"
+#include "router/place.h"
 
-#define TD_ROUTER_ID_MAX      64u /* bytes of a request id; workers keep as many */
-#define TD_ROUTER_MAX_RETRIES 2u  /* after failures that another try may cure */
+#define TD_ROUTER_ID_MAX 64u /* bytes of a request id; workers keep as many */
+/* After each of these a request ends; tokens from a decode worker set the first two back to 0. */
+#define TD_ROUTER_MAX_RETRIES 2u /* tries again after failures */
+#define TD_ROUTER_MAX_TURNED  8u /* tries again after workers that leave in good order */
+#define TD_ROUTER_MAX_DEATHS  2u /* workers that died with it: it may be what kills them */
 
 struct td_request;
 
@@ -25,8 +30,9 @@ struct td_request;
 struct td_router_ports {
     struct td_env *env;
     void *self;
-    /* A pair of workers. OK: r->decode and r->prefill are set and claimed. IN_PROGRESS: it waits in the queue (in front
-     * if it had its turn before); td_request_on_placed or td_request_on_refused follows. Else refused, err says why. */
+    /* A pair of workers. OK: r->decode and r->prefill are set and claimed; no prefill worker: the decode worker
+     * computes the prompt itself. IN_PROGRESS: it waits in the queue (in front if it had its turn before);
+     * td_request_on_placed or td_request_on_refused follows. Else refused, err says why. */
     enum td_status (*place)(void *self, struct td_request *r, struct td_err *err);
     void (*leave_queue)(void *self, struct td_request *r);
     /* Commands to r->decode, on the router's shared stream. start gives the request a stream id of its own, cancel and
@@ -41,7 +47,8 @@ struct td_router_ports {
     /* The decode worker refused for want of room: leave it alone until something changes. true: nothing of anybody's is
      * left there that could end and make room. */
     bool (*decode_full)(void *self, struct td_request *r);
-    void (*prefilled)(void *self, struct td_request *r); /* r->prefill may take another */
+    /* Who computes r's prompt (r->prefill, else r->decode) may take another. */
+    void (*prefilled)(void *self, struct td_request *r);
     /* r names w no more. made_room: it may have held something there. */
     void (*release)(void *self, struct td_request *r, struct td_worker *w, bool made_room);
     /* New tokens of the answer for the client: r->tokens[n_tokens - n ..), logprobs parallel or NULL (borrowed). Not OK
@@ -68,31 +75,41 @@ struct td_request {
     const struct td_router_ports *ports;
     uint8_t state; /* enum td_request_state in request.c */
     struct td_timer deadline, timeout;
-    struct td_worker *decode, *prefill; /* claimed, until release */
+    struct td_worker *decode, *prefill; /* claimed, until release; no prefill: decode computes the prompt */
+    uint32_t n_charged;                 /* tokens that who computes the prompt was charged with; admit.c */
     uint64_t stream_id;                 /* ours at decode: decode_start's */
     void *run;                          /* run_start's */
-    bool has_start, has_run, has_place; /* what is open at the workers; its place at prefill, until the first token */
-    bool had_turn;                      /* was placed before: waits in front */
-    Tandem__V1__KvTarget *target;       /* copy: a run may have to be repeated */
+    bool has_start, has_run,
+        has_place;                /* what is open at the workers; its place in the prefill, until the first token */
+    bool had_turn;                /* was placed before: waits in front */
+    bool is_back;                 /* had to give its pages up: comes back only where there is room to grow */
+    bool is_resumed;              /* its client has tokens of another try, but none of this one yet */
+    Tandem__V1__KvTarget *target; /* copy: a run may have to be repeated */
     uint32_t *held_ids; /* tokens that came before their turn; logprobs are ours, there if they were asked for */
     Tandem__V1__PositionLogprobs **held_logprobs;
     uint32_t n_held, cap_held;
-    bool has_first, has_finish;
-    bool is_stopped; /* the client has all it wants (emit) */
+    bool has_first, has_finish; /* of this try: the prefill worker's token, the decode worker's end */
+    bool is_stopped;            /* the client has all it wants (emit) */
     Tandem__V1__FinishReason finish_reason;
     struct td_list queue_link; /* admit.c */
 
     /* Failures */
-    uint32_t n_retries, n_refused_alone;
+    uint32_t n_retries, n_turned, n_deaths, n_refused_alone;
+    uint32_t n_migrations, n_preempted;     /* went on elsewhere with tokens that its client has; gave up its pages */
     uint64_t failed_decode, failed_prefill; /* the last pair that failed, and how */
-    bool decode_failed, same_ok;
-    enum td_status fail_status;
+    enum td_blame blame;
+    bool same_ok;
+    enum td_status fail_status; /* of the last failure; OK: none, or overcome */
     struct td_err fail;
+    enum td_status doubt_status; /* how the run ended, until the decode worker says whether it has the KV */
+    struct td_err doubt;
 
-    /* What it cost */
-    uint64_t t_received, t_state, t_run, t_first, t_first_decoded, t_last; /* 0: did not happen */
+    /* What it cost. t_run: the first try; t_prefilled, t_first_decoded, handoff_us, transport: the last one. 0: did not
+     * happen. */
+    uint64_t t_received, t_state, t_run, t_first, t_prefilled, t_first_decoded, t_last;
     uint32_t cached_tokens;
     uint64_t prefill_us, handoff_us, handoff_bytes, decode_us;
+    uint64_t past_handoff_bytes; /* of tries before this one */
     char transport[32], prefill_name[64], decode_name[64];
 };
 

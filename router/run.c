@@ -40,6 +40,7 @@ struct td_run {
     char date[16];
     struct td_token_list *prompts;
     size_t n_prompts, n_bytes;
+    uint32_t n_forced; /* tokens at the prompt's end that the answer begins with */
     enum td_status encode_st;
     struct td_err encode_err;
 
@@ -52,6 +53,23 @@ static void begin_requests(struct td_run *run);
 
 /* --- the prompts: any thread -------------------------------------------------------------------------------------- */
 
+static enum td_status render(struct td_run *run, const struct td_chat_conversation *chat, struct td_token_list *ids)
+{
+    const struct td_order *o = &run->order;
+    const struct td_chat_format *f = run->router->format;
+    bool forces = o->tool_choice == TD_TOOL_CHOICE_REQUIRED || o->tool_choice == TD_TOOL_CHOICE_NAMED;
+    enum td_status st = f->render(f, chat, ids, &run->encode_err);
+    if (st != TD_OK || !forces) return st;
+    if (f->force_call == NULL)
+        return td_err_set(&run->encode_err, TD_E_UNIMPLEMENTED, "tool_choice: the chat format has no tool calls");
+    const char *name = o->tool_choice == TD_TOOL_CHOICE_NAMED ? o->tool_name : NULL;
+    if (name == NULL && o->chat.n_tools == 1) name = o->chat.tools[0].name.p;
+    size_t n = ids->n;
+    st = f->force_call(f, name, ids, &run->encode_err);
+    run->n_forced = (uint32_t)(ids->n - n);
+    return st;
+}
+
 static void encode(struct td_run *run)
 {
     const struct td_order *o = &run->order;
@@ -62,7 +80,7 @@ static void encode(struct td_run *run)
         if (o->is_chat) {
             struct td_chat_conversation chat = o->chat;
             if (chat.current_date == NULL) chat.current_date = run->date;
-            st = ro->format->render(ro->format, &chat, ids, &run->encode_err);
+            st = render(run, &chat, ids);
         } else if (o->prompts[i].ids != NULL) {
             td_token_list_append(ids, o->prompts[i].ids, o->prompts[i].n_ids);
         } else {
@@ -241,6 +259,7 @@ static enum td_status begin_request(struct td_run *run, struct served *s, const 
         (f.max_context > 0 && prompt->n >= f.max_context) || (f.served_context > 0 && prompt->n >= f.served_context);
     enum td_status st = td_params_set_prompt_take(&s->request, &f, field, ids, prompt->n, err);
     if (st != TD_OK) return st;
+    td_choice_force(&s->choice, prompt->ids + prompt->n - run->n_forced, run->n_forced);
     td_metric_add(TD_M_prompt_tokens, prompt->n);
     td_request_on_ready(&s->request);
     return TD_OK;
@@ -255,9 +274,11 @@ static void begin_requests(struct td_run *run)
         enum td_status st = run->encode_st;
         if (td_request_is_done(&s->request)) continue;
         if (st == TD_OK) {
-            char field[32] = "messages";
+            char field[32];
             size_t prompt = i / run->order.n_choices;
-            if (!run->order.is_chat)
+            if (run->order.is_chat)
+                snprintf(field, sizeof field, "%s", run->order.chat_field);
+            else
                 snprintf(field, sizeof field, run->n_prompts > 1 ? "prompt[%zu]" : "prompt", prompt);
             st = begin_request(run, s, &run->prompts[prompt], field, &err);
         }

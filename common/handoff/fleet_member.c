@@ -67,6 +67,7 @@ static enum td_status send_identity(struct td_fleet_member *m)
     id.version = (char *)m->id.version;
     id.max_context_tokens = m->id.max_context_tokens;
     id.vocab_size = m->id.vocab_size;
+    id.step_timeout_ms = m->id.step_timeout_ms;
     id.n_eos_ids = m->id.n_eos;
     id.eos_ids = (uint32_t *)m->id.eos_ids;
     id.descriptor = &m->descriptor.peer;

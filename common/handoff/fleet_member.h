@@ -16,7 +16,7 @@ struct td_fleet_member;
 struct td_fleet_identity { /* strings and arrays are borrowed for the member's life */
     Tandem__V1__Role role;
     const char *name, *rpc_address, *http_address, *model, *version;
-    uint32_t max_context_tokens, vocab_size;
+    uint32_t max_context_tokens, vocab_size, step_timeout_ms;
     const uint32_t *eos_ids;
     uint32_t n_eos;
     const struct td_descriptor *descriptor;

@@ -140,6 +140,11 @@ struct td_chat_format {
                              struct td_token_list *out, struct td_err *err);
     enum td_status (*parser_create)(const struct td_chat_format *f, const struct td_chat_parser_options *o,
                                     struct td_chat_parser **out);
+    /* Appends the beginning of a call to a rendered prompt, so that the model cannot but go on with one: of function
+     * name, or of any if name is NULL. The parser is fed these ids before the model's. NULL: the format has no calls.
+     */
+    enum td_status (*force_call)(const struct td_chat_format *f, const char *name, struct td_token_list *out,
+                                 struct td_err *err);
     void (*destroy)(struct td_chat_format *f);
 };
 /* Formats: "harmony"; "plain"; "auto" takes the first whose special tokens the vocabulary has. NOT_FOUND: no such name.

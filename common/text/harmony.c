@@ -232,6 +232,28 @@ static enum td_status render(const struct td_chat_format *f, const struct td_cha
     return st;
 }
 
+/* As models write it: the channel first, and with a name all of the header. Without one the header ends before the dot,
+ * which belongs to the name's first token. */
+static enum td_status force_call(const struct td_chat_format *f, const char *name, struct td_token_list *out,
+                                 struct td_err *err)
+{
+    const struct td_harmony *h = TD_CONTAINER_OF(f, const struct td_harmony, format);
+    struct td_buf to = {0};
+    td_buf_printf(&to, " to=functions%s%s", name != NULL ? "." : "", name != NULL ? name : "");
+    if (name != NULL) td_buf_str(&to, " ");
+    enum td_status st = to.failed ? td_err_set(err, TD_E_NO_MEMORY, "out of memory") : TD_OK;
+    td_token_list_push(out, h->ids[TD_HARMONY_CHANNEL]);
+    if (st == TD_OK) st = td_tokenizer_encode(f->tokenizer, "commentary", 10, TD_TEXT_ORDINARY, out, err);
+    if (st == TD_OK) st = td_tokenizer_encode(f->tokenizer, (char *)to.data, to.n, TD_TEXT_ORDINARY, out, err);
+    if (st == TD_OK && name != NULL) {
+        td_token_list_push(out, h->ids[TD_HARMONY_CONSTRAIN]);
+        st = td_tokenizer_encode(f->tokenizer, "json", 4, TD_TEXT_ORDINARY, out, err);
+        td_token_list_push(out, h->ids[TD_HARMONY_MESSAGE]);
+    }
+    td_buf_free(&to);
+    return st;
+}
+
 /* --- the format ----------------------------------------------------------------------------------------------------
  */
 
@@ -254,6 +276,7 @@ enum td_status td_harmony_create(const struct td_tokenizer *t, struct td_chat_fo
                                         .tokenizer = t,
                                         .render = render,
                                         .parser_create = td_harmony_parser_create,
+                                        .force_call = force_call,
                                         .destroy = destroy};
     for (size_t i = 0; i < TD_HARMONY_N_TOKENS; i++) {
         h->ids[i] = td_tokenizer_special(t, names[i]);

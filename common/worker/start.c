@@ -254,6 +254,7 @@ enum td_status td_worker_join(struct td_worker *w, struct td_err *err)
         .version = TD_VERSION,
         .max_context_tokens = w->max_context_tokens,
         .vocab_size = c->vocab,
+        .step_timeout_ms = w->cfg.step_timeout,
         .eos_ids = c->eos_ids,
         .n_eos = c->n_eos,
         .descriptor = &w->descriptor,

@@ -2,9 +2,9 @@
  * the page size, and read from the pages as stored, also those of the same pass. For one query row: max = sink, sum =
  * 1, o = 0 for each block with a visible key:  s = q K^T scale;  max, sum, o as in online softmax;  o += exp(s - max) V
  *   out = o / sum
- * A block in which the row sees nothing leaves max, sum and o as they are, bit for bit, so it does not matter that the
- * rows of a task walk the union of their blocks. A task is one KV head and up to 128 rows: positions times the heads
- * sharing it. */
+ * A row skips the blocks in which it sees nothing. A task is one KV head and up to 192 rows: positions times the heads
+ * sharing it; it walks the union of its rows' blocks, unpacks each once, and takes the rows that see it 48 at a time.
+ */
 #include <math.h>
 #include <string.h>
 
@@ -33,6 +33,64 @@ static uint32_t find_rows(const struct td_attention_args *a, const struct td_seq
     return end - first;
 }
 
+struct tile {
+    const struct job *j;
+    struct td_cpu_scratch *z;
+    uint32_t from, last; /* positions */
+};
+
+/* Keys of the block at `base` that the row of position p sees: [*lo, *hi), relative to base. */
+static void visible(const struct td_attention_args *a, uint32_t p, uint32_t base, uint32_t *lo, uint32_t *hi)
+{
+    uint32_t low = a->window != 0 && p + 1 > a->window ? p + 1 - a->window : 0;
+    *lo = low > base ? td_min_u32(low - base, TD_KEYS) : 0;
+    *hi = p < base ? 0 : td_min_u32(p - base + 1, TD_KEYS);
+}
+
+/* Rows [r, r + m) of the tile, at most TD_ROW_BLOCK, meet the block at `base`, of which n keys are unpacked. Later rows
+ * see later keys, so the first row's lo and the last one's hi bound what any of them sees; weights outside are 0, and
+ * leaving them out changes nothing. */
+static void meet(const struct tile *t, uint32_t r, uint32_t m, uint32_t base, uint32_t n)
+{
+    const struct td_attention_args *a = t->j->a;
+    const struct td_micro *micro = t->j->s->micro;
+    struct td_cpu_scratch *z = t->z;
+    uint32_t dim = a->head_dim;
+    for (uint32_t i = 0; i < m; i++) visible(a, t->from + (r + i) / t->j->group, base, &z->lo[i], &z->hi[i]);
+    uint32_t lo = z->lo[0] / TD_LANES * TD_LANES, hi = z->hi[m - 1];
+
+    float *to[TD_ROW_BLOCK];
+    const float *weights[TD_ROW_BLOCK];
+    for (uint32_t i = 0; i < m; i++) weights[i] = to[i] = z->s + (size_t)i * TD_KEYS + lo;
+    struct td_gemm scores = {.a = z->a + r,
+                             .c = to,
+                             .w = z->k + (size_t)lo * dim,
+                             .m = m,
+                             .n_cols = td_ceil_div(hi - lo, TD_LANES) * TD_LANES,
+                             .k = dim};
+    micro->gemm_f32(&scores);
+    struct td_softmax_block b = {.s = z->s,
+                                 .lo = z->lo,
+                                 .hi = z->hi,
+                                 .max = z->max + r,
+                                 .sum = z->sum + r,
+                                 .o = z->o + (size_t)r * dim,
+                                 .m = m,
+                                 .dim = dim,
+                                 .scale = a->scale};
+    micro->softmax_block(&b);
+    for (uint32_t i = 0; i < m; i++) to[i] = z->o + (size_t)(r + i) * dim;
+    struct td_gemm mix = {.a = weights,
+                          .c = to,
+                          .w = z->v + (size_t)lo * TD_LANES,
+                          .m = m,
+                          .n_cols = dim,
+                          .k = hi - lo,
+                          .panel_k = n,
+                          .accumulate = true};
+    micro->gemm_f32(&mix);
+}
+
 static void task(void *ctx, uint32_t index, uint32_t thread)
 {
     const struct job *j = ctx;
@@ -41,11 +99,11 @@ static void task(void *ctx, uint32_t index, uint32_t thread)
     struct td_cpu_scratch *z = &j->s->scratch[thread];
     uint32_t head = index % a->n_kv_heads, rest = index / a->n_kv_heads;
     const struct td_seq_rows *q = &a->seqs[rest % a->n_seqs];
-    uint32_t tile = j->n_tiles - 1 - rest / a->n_seqs; /* the longest walks first: better balance at the end */
-    uint32_t first = tile * j->tile;
+    uint32_t number = j->n_tiles - 1 - rest / a->n_seqs; /* the longest walks first: better balance at the end */
+    uint32_t first = number * j->tile;
     if (first >= q->n_rows) return;
     uint32_t n_pos = td_min_u32(j->tile, q->n_rows - first), dim = a->head_dim, m = n_pos * j->group;
-    uint32_t from = q->start + first, last = from + n_pos - 1; /* positions of the tile */
+    struct tile t = {.j = j, .z = z, .from = q->start + first, .last = q->start + first + n_pos - 1};
 
     for (uint32_t i = 0; i < m; i++) {
         uint32_t h = head * j->group + i % j->group;
@@ -55,13 +113,13 @@ static void task(void *ctx, uint32_t index, uint32_t thread)
     }
     memset(z->o, 0, (size_t)m * dim * sizeof *z->o);
 
-    uint32_t seen = a->window != 0 && from + 1 > a->window ? from + 1 - a->window : 0; /* first key of the first row */
-    for (uint32_t block = seen / TD_KEYS; block * TD_KEYS <= last; block++) {
+    /* First key of the first row. */
+    uint32_t seen = a->window != 0 && t.from + 1 > a->window ? t.from + 1 - a->window : 0;
+    for (uint32_t block = seen / TD_KEYS; block * TD_KEYS <= t.last; block++) {
         /* Keys before `seen` may lie in pages that were given back; those past `last` need not be written yet. */
-        uint32_t base = block * TD_KEYS, lo = base < seen ? seen - base : 0, end = td_min_u32(TD_KEYS, last + 1 - base);
+        uint32_t base = block * TD_KEYS, lo = base < seen ? seen - base : 0;
+        uint32_t end = td_min_u32(TD_KEYS, t.last + 1 - base);
         const void *rows[TD_KEYS];
-        const float *qrows[TD_ATTN_ROWS];
-        memcpy(qrows, z->a, m * sizeof *qrows);
         /* Rows before lo stand in for themselves as row lo: masked, but finite memory. */
         find_rows(a, q, head, false, base + lo, base + end, rows + lo);
         for (uint32_t i = 0; i < lo; i++) rows[i] = rows[lo];
@@ -70,35 +128,13 @@ static void task(void *ctx, uint32_t index, uint32_t thread)
         for (uint32_t i = 0; i < lo; i++) rows[i] = rows[lo];
         micro->pack_values(z->v, rows, end, dim, a->kv.layout.dtype);
 
-        for (uint32_t i = 0; i < m; i++) {
-            uint32_t p = from + i / j->group;
-            uint32_t low = a->window != 0 && p + 1 > a->window ? p + 1 - a->window : 0;
-            z->lo[i] = low > base ? td_min_u32(low - base, TD_KEYS) : 0;
-            z->hi[i] = p < base ? 0 : td_min_u32(p - base + 1, TD_KEYS);
-            z->c[i] = z->s + (size_t)i * TD_KEYS;
-        }
-        struct td_gemm scores = {
-            .a = qrows, .c = z->c, .w = z->k, .m = m, .n_cols = td_ceil_div(end, TD_LANES) * TD_LANES, .k = dim};
-        micro->gemm_f32(&scores);
-        struct td_softmax_block b = {.s = z->s,
-                                     .lo = z->lo,
-                                     .hi = z->hi,
-                                     .max = z->max,
-                                     .sum = z->sum,
-                                     .o = z->o,
-                                     .m = m,
-                                     .dim = dim,
-                                     .scale = a->scale};
-        micro->softmax_block(&b);
-        const float *weights[TD_ATTN_ROWS];
-        float *out[TD_ATTN_ROWS];
-        for (uint32_t i = 0; i < m; i++) {
-            weights[i] = z->s + (size_t)i * TD_KEYS;
-            out[i] = z->o + (size_t)i * dim;
-        }
-        /* Weights past `end` are 0: leaving them out changes nothing. */
-        struct td_gemm mix = {.a = weights, .c = out, .w = z->v, .m = m, .n_cols = dim, .k = end, .accumulate = true};
-        micro->gemm_f32(&mix);
+        /* The positions that see some of it. */
+        uint32_t p = base > t.from ? base : t.from;
+        uint64_t stop = a->window == 0 ? UINT64_MAX : (uint64_t)base + TD_KEYS - 1 + a->window;
+        uint32_t p_end = stop < t.last + 1 ? (uint32_t)stop : t.last + 1;
+        uint32_t r_end = (p_end - t.from) * j->group;
+        for (uint32_t r = (p - t.from) * j->group; r < r_end; r += TD_ROW_BLOCK)
+            meet(&t, r, td_min_u32(TD_ROW_BLOCK, r_end - r), base, end);
     }
 
     for (uint32_t i = 0; i < m; i++) {

@@ -9,15 +9,15 @@
 
 /* Rows of one task: enough to use a panel of weights many times while it is in the first-level cache. */
 #define TD_ROW_BLOCK 48u
-/* Query rows (positions times heads that share keys) of one attention task. */
-#define TD_ATTN_ROWS 128u
+/* Query rows (positions times heads that share keys) of one attention task: keys are unpacked once for all of them. */
+#define TD_ATTN_ROWS 192u
 
 struct td_cpu_scratch { /* of one thread */
     const float *a[TD_ATTN_ROWS];
     float *c[TD_ATTN_ROWS];
     uint32_t lo[TD_ATTN_ROWS], hi[TD_ATTN_ROWS];
     float max[TD_ATTN_ROWS], sum[TD_ATTN_ROWS];
-    _Alignas(64) float s[TD_ATTN_ROWS * TD_KEYS];
+    _Alignas(64) float s[TD_ROW_BLOCK * TD_KEYS];
     _Alignas(64) float o[TD_ATTN_ROWS * TD_HEAD_MAX];
     _Alignas(64) float k[TD_KEYS * TD_HEAD_MAX];
     _Alignas(64) float v[TD_KEYS * TD_HEAD_MAX];
@@ -52,9 +52,6 @@ static inline uint32_t td_cpu_gate_up_cols(uint32_t n_units)
 /* y[row][0..n_out) = w x[row], w's rows cut into tasks; bias is not added. */
 void td_cpu_matmul(struct td_cpu_stream *s, const float *x, const struct td_weight *w, const struct td_pieces *pieces,
                    float *y, uint32_t n_rows);
-
-/* y = x / rms(x) * w. */
-void td_cpu_norm_row(const float *x, const float *w, float *y, uint32_t dim, float eps);
 
 size_t td_cpu_moe_scratch_bytes(uint32_t n_rows, uint32_t top_k, uint32_t n_experts, uint32_t intermediate);
 

@@ -61,7 +61,7 @@ static void NAME(gemm)(const struct td_gemm *g)
     };
 #undef K
     enum { MAX_ROWS = sizeof kernels / sizeof kernels[0] - 1 };
-    size_t panel = (size_t)g->k * TD_LANES;
+    size_t panel = (size_t)(g->panel_k != 0 ? g->panel_k : g->k) * TD_LANES;
     uint32_t full = g->n_cols / TD_LANES, rest = g->n_cols % TD_LANES, step;
     /* 7 rows are 4 + 3 rather than 6 + 1, 8 are 4 + 4: few rows use the registers badly. */
     for (uint32_t row = 0; row < g->m; row += step) {

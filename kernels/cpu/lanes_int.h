@@ -52,6 +52,16 @@ INLINE void v_pow2_halves(vf t, vf *a, vf *b)
     *a = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(h, one), 23));
     *b = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_sub_epi32(i, h), one), 23));
 }
+/* a 2^i, i in the low bits of t as above; the result must be a normal number. */
+INLINE vf v_scale_pow2(vf a, vf t)
+{
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_slli_epi32(_mm512_castps_si512(t), 23)));
+}
+/* x < limit ? 0 : a */
+INLINE vf v_zero_below(vf x, vf limit, vf a)
+{
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), a);
+}
 
 #elif defined(TD_LANES_AVX2)
 typedef struct {
@@ -98,6 +108,16 @@ INLINE void v_pow2_halves(vf t, vf *a, vf *b)
     pow2_halves8(t.a, &a->a, &b->a);
     pow2_halves8(t.b, &a->b, &b->b);
 }
+INLINE __m256 scale_pow2_8(__m256 a, __m256 t)
+{
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_castps_si256(t), 23)));
+}
+INLINE vf v_scale_pow2(vf x, vf t) { return (vf){scale_pow2_8(x.a, t.a), scale_pow2_8(x.b, t.b)}; }
+INLINE vf v_zero_below(vf x, vf limit, vf y)
+{
+    return (vf){_mm256_and_ps(_mm256_cmp_ps(x.a, limit.a, _CMP_NLT_UQ), y.a),
+                _mm256_and_ps(_mm256_cmp_ps(x.b, limit.b, _CMP_NLT_UQ), y.b)};
+}
 
 #else /* TD_LANES_SCALAR: fmaf rounds once, in hardware or in software */
 typedef struct {
@@ -133,6 +153,18 @@ INLINE void v_pow2_halves(vf t, vf *a, vf *b)
         memcpy(&b->f[k], &hi, sizeof hi);
     }
 }
+INLINE vf v_scale_pow2(vf a, vf t)
+{
+    for (uint32_t k = 0; k < TD_LANES; k++) {
+        uint32_t bits, by;
+        memcpy(&bits, &a.f[k], sizeof bits);
+        memcpy(&by, &t.f[k], sizeof by);
+        bits += by << 23;
+        memcpy(&a.f[k], &bits, sizeof bits);
+    }
+    return a;
+}
+INLINE vf v_zero_below(vf x, vf limit, vf a) { EACH(x.f[i] < limit.f[i] ? 0.0f : a.f[i]); }
 INLINE float v_reduce_add(vf x)
 {
     for (uint32_t w = TD_LANES / 2; w > 0; w /= 2)

@@ -23,12 +23,13 @@ struct td_gemm {
     float *const *c;       /* [m] rows of n_cols */
     const void *w;
     uint32_t m, n_cols, k;
+    uint32_t panel_k; /* k of a whole panel, if the product takes only some of it; 0: k */
     const struct td_pieces *pieces;
     bool accumulate; /* the chain starts from c instead of 0; without pieces */
 };
 
-/* One block of online softmax for m rows. s[i][j] becomes exp(scale s - max), 0 outside [lo[i], hi[i]); o[i] is
- * rescaled. */
+/* One block of online softmax for m rows. s[i][j] becomes exp(scale s - max), 0 outside [lo[i], hi[i]) and where that
+ * is below 2^-126; o[i] is rescaled. */
 struct td_softmax_block {
     float *s; /* [m][TD_KEYS] */
     const uint32_t *lo, *hi;
@@ -51,6 +52,11 @@ struct td_micro {
     /* v += bias, then, unless cos is NULL, half-split rotation: component j pairs with j + dim / 2. dim: multiple
      * of 16. */
     void (*bias_rotate)(float *v, const float *bias, const float *cos, const float *sin, uint32_t dim);
+    /* y = x / sqrt(mean(x^2) + eps) * w, the mean in double. */
+    void (*norm)(float *y, const float *x, const float *w, uint32_t dim, float eps);
+    /* x += y + bias; x += weight * (y + bias). */
+    void (*add)(float *x, const float *y, const float *bias, uint32_t n);
+    void (*add_weighted)(float *x, const float *y, const float *bias, float weight, uint32_t n);
     /* n values (a multiple of 16) in a page's type. */
     void (*store)(void *to, const float *v, uint32_t n, enum td_dtype type);
     /* rows[n] of dim elements as stored. Keys become panels [dim][16] of 16 keys, missing ones of the last panel 0;

@@ -25,6 +25,21 @@ INLINE vf v_exp(vf x)
     return v_mul(v_mul(p, a), b);
 }
 
+/* 2^x for x <= 0 and a little above: x = n + r, 2^r = 1 + r q(r) with q of degree 4 (minimax on |r| <= 1/2, relative
+ * error 1e-7), n added to the exponent. 0 below -126, where that would not do; 2^0 = 1 and 2^-inf = 0 exactly; NaN
+ * stays NaN. */
+INLINE vf v_exp2_falling(vf x)
+{
+    vf t = v_add(x, v_set(0x1.8p+23f));
+    vf r = v_sub(x, v_sub(t, v_set(0x1.8p+23f)));
+    vf q = v_set(0x1.5bba14p-10f);
+    q = v_fma(q, r, v_set(0x1.3cea88p-7f));
+    q = v_fma(q, r, v_set(0x1.c6b752p-5f));
+    q = v_fma(q, r, v_set(0x1.ebf9bcp-3f));
+    q = v_fma(q, r, v_set(0x1.62e42ap-1f));
+    return v_zero_below(x, v_set(-126.0f), v_scale_pow2(v_fma(q, r, v_set(1.0f)), t));
+}
+
 static void exp_n(float *y, const float *x, uint32_t n)
 {
     float in[TD_LANES] = {0}, out[TD_LANES];
@@ -86,7 +101,7 @@ static void exp_n(float *y, const float *x, uint32_t n)
 #define KERNEL(R, P)                                                                                                   \
     static void NAME(kernel_##R##x##P)(const struct td_gemm *g, uint32_t row, const W_TYPE *w, float *const *to)       \
     {                                                                                                                  \
-        size_t panel = (size_t)g->k * TD_LANES;                                                                        \
+        size_t panel = (size_t)(g->panel_k != 0 ? g->panel_k : g->k) * TD_LANES;                                       \
         ROWS_##R(ROW_PTR, _) PANELS_##P(PANEL_PTR, _) ROWS_##R(DECLARE_ROW, PANELS_##P) if (g->pieces == NULL)         \
         {                                                                                                              \
             float *const *c = to;                                                                                      \
@@ -138,7 +153,8 @@ static void exp_n(float *y, const float *x, uint32_t n)
 
 static void softmax_block(const struct td_softmax_block *b)
 {
-    vf scale = v_set(b->scale);
+    const float log2_e = 0x1.715476p+0f;
+    vf scale = v_set(b->scale * log2_e);
     for (uint32_t i = 0; i < b->m; i++) {
         float *s = b->s + (size_t)i * TD_KEYS;
         uint32_t lo = b->lo[i], hi = b->hi[i];
@@ -148,16 +164,15 @@ static void softmax_block(const struct td_softmax_block *b)
         }
         for (uint32_t j = 0; j < lo; j++) s[j] = -INFINITY;
         for (uint32_t j = hi; j < TD_KEYS; j++) s[j] = -INFINITY;
-        vf z0 = v_mul(v_load(s), scale), z1 = v_mul(v_load(s + 16), scale);
-        vf z2 = v_mul(v_load(s + 32), scale), z3 = v_mul(v_load(s + 48), scale);
-        float top = v_reduce_max(v_max(v_max(z0, z1), v_max(z2, z3))), old = b->max[i];
+        vf z0 = v_load(s), z1 = v_load(s + 16), z2 = v_load(s + 32), z3 = v_load(s + 48);
+        float top = v_reduce_max(v_max(v_max(z0, z1), v_max(z2, z3))) * b->scale, old = b->max[i];
         if (old > top || top != top) top = old;
         float base = top == -INFINITY ? 0.0f : top; /* -inf - -inf is not what is meant */
-        vf m = v_set(base);
-        z0 = v_exp(v_sub(z0, m));
-        z1 = v_exp(v_sub(z1, m));
-        z2 = v_exp(v_sub(z2, m));
-        z3 = v_exp(v_sub(z3, m));
+        vf down = v_set(-base * log2_e);
+        z0 = v_exp2_falling(v_fma(z0, scale, down));
+        z1 = v_exp2_falling(v_fma(z1, scale, down));
+        z2 = v_exp2_falling(v_fma(z2, scale, down));
+        z3 = v_exp2_falling(v_fma(z3, scale, down));
         v_store(s, z0);
         v_store(s + 16, z1);
         v_store(s + 32, z2);
@@ -165,7 +180,7 @@ static void softmax_block(const struct td_softmax_block *b)
         float sum = v_reduce_add(v_add(v_add(z0, z1), v_add(z2, z3)));
         if (old != top) { /* equal: the factor is 1 */
             float f[TD_LANES], *o = b->o + (size_t)i * b->dim;
-            vf shrink = v_exp(v_sub(v_set(old), m));
+            vf shrink = v_exp2_falling(v_set((old - base) * log2_e));
             v_store(f, shrink);
             b->sum[i] *= f[0];
             for (uint32_t j = 0; j < b->dim; j += TD_LANES) v_store(o + j, v_mul(v_load(o + j), shrink));
@@ -207,6 +222,40 @@ static void swiglu(float *const *u, const float *h, uint32_t ld, const float *bi
             }
         }
     }
+}
+
+/* ---- rows
+ * ---------------------------------------------------------------------------------------------------------------- */
+
+/* Eight sums side by side keep the adders busy; their order is fixed, so a row's bits depend on the row alone. */
+static void norm(float *y, const float *x, const float *w, uint32_t dim, float eps)
+{
+    double sum[8] = {0};
+    uint32_t i = 0;
+    for (; i + 8 <= dim; i += 8)
+        for (uint32_t j = 0; j < 8; j++) sum[j] += (double)x[i + j] * (double)x[i + j];
+    for (; i < dim; i++) sum[0] += (double)x[i] * (double)x[i];
+    double all = ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
+    float inv = (float)(1.0 / sqrt(all / dim + (double)eps));
+    for (i = 0; i + TD_LANES <= dim; i += TD_LANES)
+        v_store(y + i, v_mul(v_mul(v_load(x + i), v_set(inv)), v_load(w + i)));
+    for (; i < dim; i++) y[i] = x[i] * inv * w[i];
+}
+
+static void add(float *x, const float *y, const float *bias, uint32_t n)
+{
+    uint32_t i = 0;
+    for (; i + TD_LANES <= n; i += TD_LANES)
+        v_store(x + i, v_add(v_load(x + i), v_add(v_load(y + i), v_load(bias + i))));
+    for (; i < n; i++) x[i] += y[i] + bias[i];
+}
+
+static void add_weighted(float *x, const float *y, const float *bias, float weight, uint32_t n)
+{
+    uint32_t i = 0;
+    for (; i + TD_LANES <= n; i += TD_LANES)
+        v_store(x + i, v_add(v_load(x + i), v_mul(v_set(weight), v_add(v_load(y + i), v_load(bias + i)))));
+    for (; i < n; i++) x[i] += weight * (y[i] + bias[i]);
 }
 
 /* ---- heads
@@ -342,6 +391,9 @@ const struct td_micro MICRO_TABLE = {
     .exp = exp_n,
     .swiglu = swiglu,
     .bias_rotate = bias_rotate,
+    .norm = norm,
+    .add = add,
+    .add_weighted = add_weighted,
     .store = store,
     .pack_keys = pack_keys,
     .pack_values = pack_values,

@@ -1,7 +1,7 @@
 /* The routed MLP of each row: router, then the chosen experts. Rows are sorted by expert so that an expert's weights
  * are read once for all of them; a slot is row * k + rank of the expert among the row's k, and y keeps one row a slot,
  * so that sorting leaves no trace in the result. Two products with the activation between: gate_up into u (scratch),
- * down into y. */
+ * down into y. Many rows go some at a time, so that u is still in a cache when it is read. */
 #include <math.h>
 #include <string.h>
 
@@ -18,11 +18,12 @@ struct block {                 /* rows of one expert */
 struct job {
     struct td_cpu_stream *s;
     const struct td_moe_args *a;
-    uint32_t *order; /* [T k] slots, sorted by expert */
-    uint32_t *begin; /* [E + 1] */
+    uint32_t first_slot, n_slots; /* of this turn's rows */
+    uint32_t *order;              /* [slots] sorted by expert */
+    uint32_t *begin;              /* [E + 1] */
     struct block *blocks;
     uint32_t n_blocks;
-    float *u; /* [T k][I], in the sorted order */
+    float *u; /* [slots][I], in the sorted order */
 };
 
 static bool is_better(float z, float than) { return z > than || (z != z && than == than); }
@@ -69,13 +70,14 @@ static void route(void *ctx, uint32_t index, uint32_t thread)
 static void sort_slots(struct job *j)
 {
     const struct td_moe_args *a = j->a;
-    uint32_t n_slots = a->n_rows * a->top_k;
+    uint32_t end = j->first_slot + j->n_slots;
     memset(j->begin, 0, (a->n_experts + 1) * sizeof *j->begin);
-    for (uint32_t i = 0; i < n_slots; i++) j->begin[a->ids[i] + 1]++;
+    for (uint32_t i = j->first_slot; i < end; i++) j->begin[a->ids[i] + 1]++;
     for (uint32_t e = 0; e < a->n_experts; e++) j->begin[e + 1] += j->begin[e];
-    for (uint32_t i = 0; i < n_slots; i++) j->order[j->begin[a->ids[i]]++] = i;
+    for (uint32_t i = j->first_slot; i < end; i++) j->order[j->begin[a->ids[i]]++] = i;
     for (uint32_t e = a->n_experts; e > 0; e--) j->begin[e] = j->begin[e - 1]; /* filling moved each to its end */
     j->begin[0] = 0;
+    j->n_blocks = 0;
 
     for (uint32_t e = 0; e < a->n_experts; e++) {
         uint32_t n = j->begin[e + 1] - j->begin[e];
@@ -150,6 +152,13 @@ static void down(void *ctx, uint32_t index, uint32_t thread)
     j->s->micro->gemm_bf16(&g);
 }
 
+/* Rows of a turn: as few as keep u small, but enough for each expert's weights to serve many of them. */
+static uint32_t turn_rows(uint32_t n_rows, uint32_t top_k, uint32_t n_experts)
+{
+    uint32_t enough = 128 * n_experts / top_k;
+    return td_min_u32(n_rows, enough < 512 ? 512 : enough);
+}
+
 static void *take(char **at, size_t bytes)
 {
     void *p = *at;
@@ -159,7 +168,7 @@ static void *take(char **at, size_t bytes)
 
 size_t td_cpu_moe_scratch_bytes(uint32_t n_rows, uint32_t top_k, uint32_t n_experts, uint32_t intermediate)
 {
-    size_t slots = (size_t)n_rows * top_k;
+    size_t slots = (size_t)turn_rows(n_rows, top_k, n_experts) * top_k;
     return slots * sizeof(uint32_t) + (n_experts + (size_t)1) * sizeof(uint32_t) +
            (slots / TD_ROW_BLOCK + n_experts + 1) * 2 * sizeof(struct block) + slots * intermediate * sizeof(float) +
            4 * 64;
@@ -169,7 +178,8 @@ enum td_status td_cpu_moe(struct td_stream *s, const struct td_moe_args *a)
 {
     if (a->n_experts > 512 || a->top_k > TD_MAX_TOKEN_EXPERTS || a->top_k > a->n_experts) return TD_E_UNSUPPORTED;
     struct job j = {.s = td_cpu_stream(s), .a = a};
-    size_t slots = (size_t)a->n_rows * a->top_k;
+    uint32_t turn = turn_rows(a->n_rows, a->top_k, a->n_experts);
+    size_t slots = (size_t)turn * a->top_k;
     char *at = a->scratch;
     j.order = take(&at, slots * sizeof *j.order);
     j.begin = take(&at, (a->n_experts + (size_t)1) * sizeof *j.begin);
@@ -177,8 +187,12 @@ enum td_status td_cpu_moe(struct td_stream *s, const struct td_moe_args *a)
     j.u = take(&at, slots * a->intermediate * sizeof *j.u);
 
     td_pool_run(j.s->pool, route, &j, td_ceil_div(a->n_rows, TD_ROW_BLOCK));
-    sort_slots(&j);
-    td_pool_run(j.s->pool, gate_up, &j, j.n_blocks * td_ceil_div(a->intermediate, UNITS));
-    td_pool_run(j.s->pool, down, &j, j.n_blocks * td_ceil_div(a->hidden, COLS));
+    for (uint32_t row = 0; row < a->n_rows; row += turn) {
+        j.first_slot = row * a->top_k;
+        j.n_slots = td_min_u32(turn, a->n_rows - row) * a->top_k;
+        sort_slots(&j);
+        td_pool_run(j.s->pool, gate_up, &j, j.n_blocks * td_ceil_div(a->intermediate, UNITS));
+        td_pool_run(j.s->pool, down, &j, j.n_blocks * td_ceil_div(a->hidden, COLS));
+    }
     return TD_OK;
 }

@@ -166,6 +166,7 @@ class Fleet:
         self.decode = [self.add("decode", f"decode-{i}", wait=False) for i in range(n_decode)]
         for worker in self.prefill + self.decode:
             worker.wait_listening()
+        self.wait_workers(n_prefill, n_decode, PATIENCE)
         self.wait_ready()
 
     def add(self, role, name, *flags, wait=True):

@@ -1,5 +1,6 @@
 """Workers made of scripts, for what real ones do not do on demand: refuse, fall silent, contradict, send nonsense. They speak
-the worker protocol to a real router; no model computes, tokens count up from 66 after a first token 65."""
+the worker protocol to a real router; no model computes, tokens count up from 65, and a request that went on elsewhere goes on
+counting."""
 import queue
 import random
 import threading
@@ -11,6 +12,17 @@ import grpc
 from conftest import fleet_grpc, fleet_pb2, worker_grpc, worker_pb2
 
 FIRST, LENGTH = 65, 2
+
+
+def token(i):
+    """Number i of an answer."""
+    return FIRST + i % 20
+
+
+def n_generated(request):
+    return len(request.token_ids) - request.n_prompt
+
+
 LAYOUT = dict(page_tokens=64, n_sliding_layers=3, n_full_layers=3, n_kv_heads=8, head_dim=64, window_tokens=128,
               kv_dtype_sliding="bf16", kv_dtype_full="bf16", model_fingerprint="fake", weight_form="mxfp4", layout_version=1)
 
@@ -35,7 +47,7 @@ class FakeWorker:
         descriptor = worker_pb2.PeerDescriptor(incarnation=self.incarnation, name=self.name,
                                                layout=worker_pb2.KvLayout(**self.layout))
         return fleet_pb2.Identity(role=self.role, name=self.name, rpc_address=f"127.0.0.1:{self.port}", model=self.fleet.model,
-                                  max_context_tokens=self.context, vocab_size=2048, eos_ids=[2020], descriptor=descriptor)
+                                  max_context_tokens=self.context, vocab_size=2048, eos_ids=[2020], descriptor=descriptor, step_timeout_ms=300)
 
     def join(self):
         def updates():
@@ -91,11 +103,12 @@ class FakePrefill(FakeWorker, worker_grpc.PrefillServicer):
             self.refuse(context, *self.fail, "told to fail")
         time.sleep(self.delay)
         decode = next(d for d in self.fleet.decode if d.incarnation == run.target.incarnation)
-        is_last = run.request.max_tokens == 1
+        at = n_generated(run.request)
+        is_last = run.request.max_tokens == at + 1
         if self.first_comes_late:
             decode.complete(run.target.generation)
             time.sleep(0.2)
-        yield worker_pb2.RunEvent(first=worker_pb2.FirstToken(token_id=FIRST, finish_reason=LENGTH if is_last else 0))
+        yield worker_pb2.RunEvent(first=worker_pb2.FirstToken(token_id=token(at), finish_reason=LENGTH if is_last else 0))
         if not is_last and not self.first_comes_late:
             decode.complete(run.target.generation)
         yield worker_pb2.RunEvent(done=worker_pb2.RunDone(kv_bytes=0 if is_last else 4096, handoff_us=7, transport="fake"))
@@ -129,7 +142,13 @@ class FakeDecode(FakeWorker, worker_grpc.DecodeServicer):
         if self.refuse_with:
             self.finished(start.stream_id, status_name=self.refuse_with, message="told to refuse")
             return
-        self.requests[start.stream_id] = {"request": start.request, "runs": False, "n": 1}
+        is_local = start.prefill == 0
+        if is_local:
+            self.log.append(("local", start.request.request_id))
+        self.requests[start.stream_id] = {"request": start.request, "runs": is_local,
+                                          "n": n_generated(start.request) + (not is_local)}
+        if is_local:
+            return
         target = worker_pb2.KvTarget(incarnation=self.incarnation, generation=start.stream_id,
                                      full=worker_pb2.PageList(pages=[1, 2]))
         self.say(reserved=[worker_pb2.DecodeReserved(stream_id=start.stream_id, target=target)])
@@ -160,7 +179,7 @@ class FakeDecode(FakeWorker, worker_grpc.DecodeServicer):
                     continue
                 for _ in range(min(self.tokens_per_step, r["request"].max_tokens - r["n"])):
                     events.stream_ids.append(stream_id)
-                    events.token_ids.append(65 + r["n"] % 20)
+                    events.token_ids.append(token(r["n"]))
                     r["n"] += 1
                 if r["n"] >= r["request"].max_tokens:
                     events.finished.append(worker_pb2.DecodeFinished(stream_id=stream_id, reason=LENGTH, decode_us=9,

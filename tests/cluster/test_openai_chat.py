@@ -288,6 +288,34 @@ def test_no_tools_are_offered_when_none_is_chosen(api):
     assert chosen.usage.prompt_tokens == without.usage.prompt_tokens
 
 
+def test_a_named_tool_is_called_whatever_the_question(api):
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    messages = [{"role": "user", "content": "What is the weather in Milan?"}]
+    r = ask(api, messages, tools=[TIME, WEATHER], tool_choice=choice).choices[0]
+    assert r.finish_reason == "stop" and r.message.content is None and r.message.reasoning is None
+    assert [c.function.name for c in r.message.tool_calls] == ["get_weather"]
+    assert json.loads(r.message.tool_calls[0].function.arguments) == {"location": "Milan"}
+    other = ask(api, tools=[TIME, WEATHER], tool_choice=choice, max_tokens=40).choices[0]
+    assert other.message.tool_calls[0].function.name == "get_weather"
+    message, _ = joined(ask(api, messages, tools=[TIME, WEATHER], tool_choice=choice, stream=True))
+    assert message["tool_calls"][0]["function"]["name"] == "get_weather" and message["finish_reason"] == "stop"
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"location": "Milan"}
+
+
+def test_some_tool_is_called_when_one_is_required(api):
+    r = ask(api, [{"role": "user", "content": "What is the weather in Milan?"}], tools=[TIME, WEATHER],
+            tool_choice="required").choices[0]
+    assert r.finish_reason == "tool_calls" and r.message.tool_calls[0].function.name == "get_weather"
+    sums = ask(api, tools=[TIME, WEATHER], tool_choice="required", max_tokens=60).choices[0]
+    assert sums.message.tool_calls and sums.message.content is None
+
+
+def test_one_call_at_most_without_parallel_calls(api):
+    r = ask(api, [{"role": "user", "content": "What is the weather in Hanoi and Milan?"}], tools=[WEATHER],
+            parallel_tool_calls=False).choices[0]
+    assert len(r.message.tool_calls) == 1 and r.finish_reason == "tool_calls"
+
+
 def test_the_async_client_streams_too(fleet):
     async def run():
         async with openai.AsyncOpenAI(base_url=f"http://{fleet.router.http}/v1", api_key="none", timeout=TIMEOUT) as o:

@@ -48,12 +48,18 @@ static bool port_full(void *self, struct td_request *r)
 }
 static void port_prefilled(void *self, struct td_request *r)
 {
-    td_fleet_prefilled(&((struct world *)self)->fleet, r->prefill, r->n_prompt);
+    td_fleet_prefilled(&((struct world *)self)->fleet, r->prefill != NULL ? r->prefill : r->decode, r->n_charged);
 }
 static void port_release(void *self, struct td_request *r, struct td_worker *w, bool made_room)
 {
     (void)r;
     td_fleet_release(&((struct world *)self)->fleet, w, made_room);
+}
+static enum td_status port_emit(void *self, struct td_request *r, uint32_t n,
+                                Tandem__V1__PositionLogprobs *const *logprobs)
+{
+    (void)self, (void)r, (void)n, (void)logprobs;
+    return TD_OK;
 }
 static void port_done(void *self, struct td_request *r, enum td_status st, const char *text)
 {
@@ -80,6 +86,7 @@ static int setup(void **state)
         .decode_full = port_full,
         .prefilled = port_prefilled,
         .release = port_release,
+        .emit = port_emit,
         .done = port_done,
     };
     *state = t;
@@ -142,12 +149,11 @@ static void without_workers_requests_are_refused_at_once(void **state)
     struct td_err err = {{0}};
     assert_int_equal(td_admit_check(&t->admit, &err), TD_E_UNAVAILABLE);
     assert_non_null(strstr(err.text, "decode"));
-    add(t, DECODE, 1);
+    add(t, PREFILL, 2);
     assert_int_equal(td_admit_check(&t->admit, &err), TD_E_UNAVAILABLE);
-    assert_non_null(strstr(err.text, "prefill"));
     submit(t);
     assert_int_equal(t->done_st[0], TD_E_UNAVAILABLE);
-    add(t, PREFILL, 2);
+    add(t, DECODE, 1); /* is enough */
     assert_int_equal(td_admit_check(&t->admit, &err), TD_OK);
 }
 
@@ -302,6 +308,42 @@ static void a_retry_that_waits_for_another_worker_does_not_block_the_queue(void 
     assert_int_equal(w->prefill->incarnation, 2);
 }
 
+/* What had to give its pages up waits for many; those that come later need few, and would take them one by one. */
+static void nobody_overtakes_a_request_that_waits_for_its_pages(void **state)
+{
+    struct world *t = *state;
+    struct td_worker *d = add(t, DECODE, 1);
+    d->load.n_running = 1;
+    d->load.free_full_pages = 1;
+    submit(t);
+    virtual_pass_ms(&t->v, 1);
+    submit(t);
+    struct td_request *r = &t->r[1];
+    uint32_t ids[] = {7, 8};
+    td_request_on_tokens(r, ids, NULL, 2);
+    assert_string_equal(state_of(r), "DECODING");
+    refuse_for_room(r);
+    assert_string_equal(state_of(r), "QUEUED");
+    assert_true(r->is_back);
+    Tandem__V1__Load load = TANDEM__V1__LOAD__INIT;
+    load.n_running = 2;
+    load.free_full_pages = 2; /* one for itself, and one for each of the others is wanted */
+    td_fleet_report(&t->fleet, d, &load);
+    pump(t);
+    assert_string_equal(state_of(r), "QUEUED");
+    struct td_request *newcomer = submit(t);
+    pump(t);
+    assert_string_equal(state_of(newcomer), "QUEUED");
+    refuse_for_room(&t->r[0]); /* the older one had its turn too, and stands before it */
+    assert_string_equal(state_of(&t->r[0]), "QUEUED");
+    load.free_full_pages = 10;
+    td_fleet_report(&t->fleet, d, &load);
+    pump(t);
+    assert_ptr_equal(t->started[2], &t->r[0]);
+    assert_ptr_equal(t->started[3], r);
+    assert_ptr_equal(t->started[4], newcomer);
+}
+
 static void a_client_that_leaves_leaves_the_queue(void **state)
 {
     struct world *t = *state;
@@ -332,6 +374,7 @@ int main(void)
         T(when_the_last_decode_worker_leaves_those_who_wait_hear_of_it),
         T(a_new_worker_takes_from_the_queue),
         T(a_retry_that_waits_for_another_worker_does_not_block_the_queue),
+        T(nobody_overtakes_a_request_that_waits_for_its_pages),
         T(a_client_that_leaves_leaves_the_queue),
     };
     td_log_open("test", TD_LOG_OFF);

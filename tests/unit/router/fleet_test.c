@@ -143,6 +143,32 @@ static void a_silent_worker_is_lost_and_one_that_reports_is_not(void **state)
     assert_int_equal(t->n_forgotten, 1);
 }
 
+static void a_worker_whose_step_hangs_is_lost_though_it_reports(void **state)
+{
+    struct world *t = *state;
+    struct identity_message m;
+    identity_init(&m, DECODE, 1);
+    m.id.step_timeout_ms = 500;
+    struct td_worker *w = join(t, &m, &join_a);
+    w->is_wired = true;
+    assert_int_equal(td_fleet_n(&t->fleet, DECODE), 0); /* not before it has said how its present step does */
+    Tandem__V1__Load load = TANDEM__V1__LOAD__INIT;
+    load.last_step_age_us = 500000;
+    td_fleet_report(&t->fleet, w, &load);
+    assert_int_equal(td_fleet_n(&t->fleet, DECODE), 1);
+    assert_int_equal(t->n_lost, 0);
+    load.last_step_age_us = 500001;
+    td_fleet_report(&t->fleet, w, &load);
+    assert_int_equal(t->n_lost, 1);
+    assert_int_equal(td_fleet_n(&t->fleet, DECODE), 0);
+    virtual_pass_ms(&t->v, 0);
+    w = join(t, &m, &join_b); /* its loop lives and joins again: nothing is given to it */
+    w->is_wired = true;
+    assert_int_equal(td_fleet_n(&t->fleet, DECODE), 0);
+    td_fleet_report(&t->fleet, w, &load);
+    assert_int_equal(t->n_lost, 2);
+}
+
 static void a_lost_worker_that_wakes_up_may_come_back_as_itself(void **state)
 {
     struct world *t = *state;
@@ -337,6 +363,7 @@ int main(void)
         T(a_worker_that_joins_is_in_the_pool_until_its_stream_ends),
         T(a_worker_that_left_is_kept_while_requests_name_it),
         T(a_silent_worker_is_lost_and_one_that_reports_is_not),
+        T(a_worker_whose_step_hangs_is_lost_though_it_reports),
         T(a_lost_worker_that_wakes_up_may_come_back_as_itself),
         T(a_restart_at_the_same_address_is_a_new_life),
         T(a_new_life_may_differ_from_the_old_one_at_its_address),

@@ -52,14 +52,19 @@ static enum td_status choose(struct world *t, const struct td_place_query *q, st
     return st;
 }
 
-static void without_workers_of_either_kind_nobody_can_serve(void **state)
+static void decode_workers_can_serve_alone_and_prefill_workers_cannot(void **state)
 {
     struct world *t = *state;
     struct td_place p;
     assert_int_equal(choose(t, NULL, &p), TD_E_UNAVAILABLE);
-    add(t, DECODE, 1);
-    assert_int_equal(choose(t, NULL, &p), TD_E_UNAVAILABLE);
     add(t, PREFILL, 2);
+    assert_int_equal(choose(t, NULL, &p), TD_E_UNAVAILABLE);
+    td_fleet_find(&t->fleet, 2)->is_live = false;
+    add(t, DECODE, 1);
+    assert_int_equal(choose(t, NULL, &p), TD_OK);
+    assert_int_equal(p.decode->incarnation, 1);
+    assert_null(p.prefill);
+    td_fleet_find(&t->fleet, 2)->is_live = true;
     assert_int_equal(choose(t, NULL, &p), TD_OK);
     assert_int_equal(p.decode->incarnation, 1);
     assert_int_equal(p.prefill->incarnation, 2);
@@ -77,9 +82,11 @@ static void a_draining_gone_or_unwired_worker_gets_nothing(void **state)
     assert_int_equal(choose(t, NULL, &p), TD_E_UNAVAILABLE);
     d->is_wired = true;
     f->is_live = false;
-    assert_int_equal(choose(t, NULL, &p), TD_E_UNAVAILABLE);
+    assert_int_equal(choose(t, NULL, &p), TD_OK);
+    assert_null(p.prefill);
     f->is_live = true;
     assert_int_equal(choose(t, NULL, &p), TD_OK);
+    assert_ptr_equal(p.prefill, f);
 }
 
 static void the_decode_worker_with_the_fewest_sequences_is_taken(void **state)
@@ -188,7 +195,7 @@ static void a_retry_after_a_failed_run_prefers_another_prefill_worker(void **sta
     struct world *t = *state;
     struct td_worker *d = add(t, DECODE, 1);
     struct td_worker *a = add(t, PREFILL, 2), *b = add(t, PREFILL, 3);
-    struct td_place_query q = {.failed_decode = 1, .failed_prefill = 2};
+    struct td_place_query q = {.failed_decode = 1, .failed_prefill = 2, .blame = TD_BLAME_PREFILL};
     struct td_place p;
     b->n_prefilling = 1; /* worse, but not the one that failed */
     assert_int_equal(choose(t, &q, &p), TD_OK);
@@ -200,32 +207,63 @@ static void a_retry_after_a_failed_run_prefers_another_prefill_worker(void **sta
     (void)a;
 }
 
-static void with_one_prefill_worker_the_other_end_may_have_been_at_fault(void **state)
+static void with_one_prefill_worker_that_failed_the_decode_worker_does_it_alone(void **state)
 {
     struct world *t = *state;
-    add(t, DECODE, 1);
-    struct td_worker *other = add(t, DECODE, 2), *f = add(t, PREFILL, 3);
-    other->n_requests = 9;
-    struct td_place_query q = {.failed_decode = 1, .failed_prefill = 3};
+    struct td_worker *d = add(t, DECODE, 1), *f = add(t, PREFILL, 3);
+    struct td_place_query q = {.failed_decode = 1, .failed_prefill = 3, .blame = TD_BLAME_PREFILL};
     struct td_place p;
     assert_int_equal(choose(t, &q, &p), TD_OK);
-    assert_ptr_equal(p.decode, other);
+    assert_ptr_equal(p.decode, d);
+    assert_null(p.prefill);
+    q.same_ok = true; /* unless a fresh start there helps */
+    assert_int_equal(choose(t, &q, &p), TD_OK);
     assert_ptr_equal(p.prefill, f);
-    other->n_requests = 0;
 }
 
-static void a_lone_pair_is_tried_again_only_if_waiting_helps(void **state)
+static void the_last_try_after_failed_runs_needs_no_handoff(void **state)
+{
+    struct world *t = *state;
+    struct td_worker *d = add(t, DECODE, 1);
+    add(t, PREFILL, 3);
+    add(t, PREFILL, 4);
+    struct td_place_query q = {.failed_decode = 1, .failed_prefill = 3, .blame = TD_BLAME_PREFILL, .is_last_try = true};
+    struct td_place p;
+    assert_int_equal(choose(t, &q, &p), TD_OK);
+    assert_ptr_equal(p.decode, d);
+    assert_null(p.prefill);
+}
+
+static void a_lone_decode_worker_that_failed_is_tried_again_only_if_waiting_helps(void **state)
 {
     struct world *t = *state;
     add(t, DECODE, 1);
     add(t, PREFILL, 2);
     struct td_place p;
-    for (int decode_failed = 0; decode_failed < 2; decode_failed++) {
-        struct td_place_query q = {.failed_decode = 1, .failed_prefill = 2, .decode_failed = decode_failed};
-        assert_int_equal(choose(t, &q, &p), TD_E_UNAVAILABLE);
-        q.same_ok = true;
-        assert_int_equal(choose(t, &q, &p), TD_OK);
-    }
+    struct td_place_query q = {.failed_decode = 1, .failed_prefill = 2, .blame = TD_BLAME_DECODE};
+    assert_int_equal(choose(t, &q, &p), TD_E_UNAVAILABLE);
+    q.same_ok = true;
+    assert_int_equal(choose(t, &q, &p), TD_OK);
+}
+
+static void who_gave_its_pages_up_comes_back_only_where_there_is_room_to_grow(void **state)
+{
+    struct world *t = *state;
+    struct td_worker *a = add(t, DECODE, 1);
+    struct td_place_query q = {.n_tokens = 640, .is_back = true}; /* 11 pages of 64, with the next token's */
+    struct td_place p;
+    a->load.n_running = 3;
+    a->load.free_full_pages = 13;
+    assert_int_equal(choose(t, &q, &p), TD_E_BUSY);
+    a->load.free_full_pages = 14; /* one more for each of the others */
+    assert_int_equal(choose(t, &q, &p), TD_OK);
+    a->load.free_full_pages = 0;
+    assert_int_equal(choose(t, &q, &p), TD_E_BUSY);
+    a->load.n_running = 0; /* nobody else is there: it can say itself whether this ever fits */
+    assert_int_equal(choose(t, &q, &p), TD_OK);
+    a->load.n_running = 3;
+    q.is_back = false; /* others are sent, and refused by whoever knows better */
+    assert_int_equal(choose(t, &q, &p), TD_OK);
 }
 
 static void a_failed_decode_worker_is_avoided(void **state)
@@ -235,7 +273,7 @@ static void a_failed_decode_worker_is_avoided(void **state)
     struct td_worker *b = add(t, DECODE, 2);
     add(t, PREFILL, 3);
     b->n_requests = 9;
-    struct td_place_query q = {.failed_decode = 1, .failed_prefill = 3, .decode_failed = true, .same_ok = true};
+    struct td_place_query q = {.failed_decode = 1, .failed_prefill = 3, .blame = TD_BLAME_DECODE, .same_ok = true};
     struct td_place p;
     assert_int_equal(choose(t, &q, &p), TD_OK);
     assert_ptr_equal(p.decode, b);
@@ -246,7 +284,7 @@ int main(void)
 {
 #define T(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
     const struct CMUnitTest tests[] = {
-        T(without_workers_of_either_kind_nobody_can_serve),
+        T(decode_workers_can_serve_alone_and_prefill_workers_cannot),
         T(a_draining_gone_or_unwired_worker_gets_nothing),
         T(the_decode_worker_with_the_fewest_sequences_is_taken),
         T(equal_workers_are_taken_in_turn),
@@ -255,8 +293,10 @@ int main(void)
         T(a_full_worker_is_left_alone_until_it_reports),
         T(a_worker_stuck_in_a_step_is_the_last_choice),
         T(a_retry_after_a_failed_run_prefers_another_prefill_worker),
-        T(with_one_prefill_worker_the_other_end_may_have_been_at_fault),
-        T(a_lone_pair_is_tried_again_only_if_waiting_helps),
+        T(with_one_prefill_worker_that_failed_the_decode_worker_does_it_alone),
+        T(the_last_try_after_failed_runs_needs_no_handoff),
+        T(a_lone_decode_worker_that_failed_is_tried_again_only_if_waiting_helps),
+        T(who_gave_its_pages_up_comes_back_only_where_there_is_room_to_grow),
         T(a_failed_decode_worker_is_avoided),
     };
     td_log_open("test", TD_LOG_OFF);

@@ -17,7 +17,7 @@ struct world {
     /* What the ports answer */
     enum td_status place_st, start_st, run_st, emit_st;
     unsigned which; /* pair that place gives */
-    bool is_alone;
+    bool is_alone, is_local;
     /* What they saw */
     char log[4096];
     uint32_t emitted[256], n_emitted, n_logprobs;
@@ -34,6 +34,14 @@ static void note(struct world *t, const char *what)
     if (n < sizeof t->log - 32) snprintf(t->log + n, sizeof t->log - n, "%s%s", n > 0 ? " " : "", what);
 }
 
+static void take_pair(struct world *t)
+{
+    t->r.decode = &t->d[t->which];
+    t->r.prefill = t->is_local ? NULL : &t->p[t->which];
+    t->n_claims += t->is_local ? 1 : 2;
+    t->n_places++;
+}
+
 static enum td_status port_place(void *self, struct td_request *r, struct td_err *err)
 {
     struct world *t = self;
@@ -41,10 +49,7 @@ static enum td_status port_place(void *self, struct td_request *r, struct td_err
     assert_null(r->decode);
     assert_null(r->prefill);
     if (t->place_st == TD_OK) {
-        r->decode = &t->d[t->which];
-        r->prefill = &t->p[t->which];
-        t->n_claims += 2;
-        t->n_places++;
+        take_pair(t);
     } else if (t->place_st == TD_IN_PROGRESS) {
         t->is_queued = true;
     } else {
@@ -65,6 +70,10 @@ static enum td_status port_start(void *self, struct td_request *r, struct td_err
     assert_false(t->is_started);
     assert_non_null(r->decode);
     if (t->start_st != TD_OK) return td_err_set(err, t->start_st, "not started");
+    /* It begins with everything that the client has, and that counts as generated. */
+    assert_int_equal(r->n_tokens, PROMPT_TOKENS + t->n_emitted);
+    assert_int_equal(r->n_prompt, PROMPT_TOKENS);
+    for (unsigned i = 0; i < t->n_emitted; i++) assert_int_equal(r->tokens[PROMPT_TOKENS + i], t->emitted[i]);
     t->is_started = true;
     t->n_starts++;
     return TD_OK;
@@ -118,7 +127,7 @@ static bool port_full(void *self, struct td_request *r)
 static void port_prefilled(void *self, struct td_request *r)
 {
     struct world *t = self;
-    assert_non_null(r->prefill);
+    assert_non_null(r->decode);
     t->n_prefilled++;
 }
 static void port_release(void *self, struct td_request *r, struct td_worker *w, bool made_room)
@@ -320,10 +329,7 @@ static void bad_order(struct world *t) { td_request_on_bad(&t->r, TD_E_INVALID, 
 static void placed(struct world *t)
 {
     if (!t->is_queued) return;
-    t->r.decode = &t->d[t->which];
-    t->r.prefill = &t->p[t->which];
-    t->n_claims += 2;
-    t->n_places++;
+    take_pair(t);
     td_request_on_placed(&t->r);
 }
 static void refused(struct world *t)
@@ -350,9 +356,14 @@ static void to_introducing(struct world *t) { to_prefilling(t), run_unknown(t); 
 static void to_handoff(struct world *t) { to_prefilling(t), first(t); }
 static void to_doubt(struct world *t) { to_handoff(t), run_lost(t); }
 static void to_decoding(struct world *t) { to_handoff(t), token(t); }
+static void to_local(struct world *t)
+{
+    t->is_local = true;
+    to_reserving(t);
+}
 static void to_backoff(struct world *t) { to_prefilling(t), run_lost(t); }
 static void to_done(struct world *t) { to_decoding(t), finished(t); }
-static void to_failed(struct world *t) { to_decoding(t), decode_failed(t); }
+static void to_failed(struct world *t) { to_decoding(t), decode_bad(t); }
 static void to_new(struct world *t) { (void)t; }
 
 static const struct {
@@ -367,6 +378,7 @@ static const struct {
     {"INTRODUCING", to_introducing},
     {"HANDOFF", to_handoff},
     {"DOUBT", to_doubt},
+    {"LOCAL", to_local},
     {"DECODING", to_decoding},
     {"BACKOFF", to_backoff},
     {"DONE", to_done},
@@ -609,8 +621,11 @@ static void retries_follow_the_status_table(void **state)
     (void)state;
     for (int st = 0; st < TD_N_STATUS; st++) {
         if (st == TD_E_OK || st == TD_E_IN_PROGRESS || st == TD_E_UNKNOWN_PEER) continue;
-        bool helps = td_status_retry(st) != TD_RETRY_NO;
+        /* We did not cancel anything: a worker that says so is leaving. */
+        bool helps = td_status_retry(st) != TD_RETRY_NO || st == TD_E_CANCELED;
         for (int side = 0; side < 2; side++) {
+            /* Want of room is no failure. */
+            if (side == 1 && (st == TD_E_NO_PAGES || st == TD_E_PREEMPTED || st == TD_E_BUSY)) continue;
             struct world t;
             world_init(&t);
             to_prefilling(&t);
@@ -622,7 +637,7 @@ static void retries_follow_the_status_table(void **state)
                 assert_string_equal(td_request_state_name(&t.r), "BACKOFF");
                 assert_int_equal(t.r.failed_decode, 1);
                 assert_int_equal(t.r.failed_prefill, 11);
-                assert_int_equal(t.r.decode_failed, side == 1);
+                assert_int_equal(t.r.blame, side == 1 ? TD_BLAME_DECODE : TD_BLAME_PREFILL);
                 assert_int_equal(t.r.same_ok, td_status_retry(st) == TD_RETRY_LATER || st == TD_E_STALE);
                 a_little_later(&t);
                 assert_string_equal(td_request_state_name(&t.r), "RESERVING");
@@ -641,16 +656,76 @@ static void two_retries_and_no_more(void **state)
 {
     struct world *t = *state;
     to_prefilling(t);
-    run_lost(t);
+    run_closed(t, TD_E_INTERNAL);
     a_little_later(t);
-    decode_failed(t);
+    finished_with(t, 0, TD_E_INTERNAL, false);
     a_little_later(t);
     assert_int_equal(t->n_starts, 3);
     reserved(t);
-    run_lost(t);
+    run_closed(t, TD_E_INTERNAL);
     assert_int_equal(t->n_done, 1);
-    assert_int_equal(t->done_st, TD_E_PEER_LOST);
+    assert_int_equal(t->done_st, TD_E_INTERNAL);
     assert_int_equal(t->n_starts, 3);
+}
+
+static void what_saw_two_workers_die_is_not_tried_again(void **state)
+{
+    (void)state;
+    void (*const deaths[])(struct world *) = {run_lost, decode_lost, decode_failed, prefill_lost};
+    for (size_t i = 0; i < TD_COUNT(deaths); i++)
+        for (size_t j = 0; j < TD_COUNT(deaths); j++) {
+            struct world t;
+            world_init(&t);
+            to_prefilling(&t);
+            deaths[i](&t);
+            a_little_later(&t);
+            assert_int_equal(t.n_starts, 2);
+            reserved(&t);
+            first(&t);
+            two_tokens(&t); /* to go on well does not make it harmless */
+            token(&t);
+            decode_lost(&t);
+            assert_int_equal(t.n_done, 1);
+            assert_string_equal(td_status_grpc_name(t.done_st), "UNAVAILABLE");
+            assert_non_null(strstr(t.done_text, "second worker that died"));
+            world_deinit(&t);
+        }
+}
+
+static void workers_that_leave_in_good_order_do_not_count_as_failures(void **state)
+{
+    struct world *t = *state;
+    to_prefilling(t);
+    for (unsigned i = 0; i < 6; i++) {
+        t->which = i % 3;
+        if (i % 2 == 0)
+            run_closed(t, i % 4 == 0 ? TD_E_DRAINING : TD_E_CANCELED);
+        else
+            finished_with(t, 0, TD_E_DRAINING, true);
+        a_little_later(t);
+        assert_string_equal(td_request_state_name(&t->r), "RESERVING");
+        reserved(t);
+    }
+    assert_true(t->p[0].load.is_draining); /* it said so; nobody else is sent there */
+    first(t);
+    token(t);
+    finished(t);
+    assert_int_equal(t->done_st, TD_OK);
+    assert_int_equal(t->r.n_deaths + t->r.n_retries + t->r.n_migrations, 0);
+}
+
+static void workers_that_keep_turning_it_away_are_not_asked_for_ever(void **state)
+{
+    struct world *t = *state;
+    to_prefilling(t);
+    for (unsigned i = 0; i < TD_ROUTER_MAX_TURNED; i++) {
+        run_closed(t, TD_E_CANCELED);
+        a_little_later(t);
+        reserved(t);
+    }
+    run_closed(t, TD_E_CANCELED);
+    assert_int_equal(t->n_done, 1);
+    assert_string_equal(td_status_grpc_name(t->done_st), "UNAVAILABLE"); /* nobody cancelled it */
 }
 
 static void without_another_worker_the_first_failure_is_the_reason(void **state)
@@ -682,35 +757,195 @@ static void a_full_queue_refuses(void **state)
     assert_int_equal(t->done_st, TD_E_BUSY);
 }
 
-static void once_the_client_has_a_token_failures_reach_it(void **state)
+/* From every state in which its client has tokens, after every failure that another can make good: nothing that the
+ * client has is sent again, whoever comes next is told all of it, and what it counts goes on. */
+static void a_request_goes_on_elsewhere_with_the_tokens_it_has(void **state)
 {
     (void)state;
-    void (*const failures[])(struct world *) = {decode_failed, decode_bad, decode_lost, no_pages};
-    for (size_t i = 0; i < TD_COUNT(failures); i++)
-        for (int decoding = 0; decoding < 2; decoding++) {
-            struct world t;
-            world_init(&t);
-            if (decoding)
-                to_decoding(&t);
-            else
-                to_handoff(&t);
-            failures[i](&t);
-            assert_int_equal(t.n_done, 1);
-            assert_int_not_equal(t.done_st, TD_OK);
-            assert_int_equal(t.n_starts, 1);
-            assert_int_equal(td_request_n_generated(&t.r),
-                             decoding ? 2 : 1); /* all that going on elsewhere would need */
-            world_deinit(&t);
-        }
+    void (*const ways[])(struct world *) = {to_handoff, to_doubt, to_decoding};
+    void (*const failures[])(struct world *) = {decode_failed, decode_lost, no_pages};
+    for (size_t w = 0; w < TD_COUNT(ways); w++)
+        for (size_t i = 0; i < TD_COUNT(failures); i++)
+            for (int local = 0; local < 2; local++) {
+                struct world t;
+                world_init(&t);
+                t.r.want_logprobs = true;
+                ways[w](&t);
+                unsigned had = t.n_emitted;
+                t.which = 1;
+                t.is_local = local;
+                failures[i](&t);
+                assert_false(t.is_running);
+                a_little_later(&t);
+                assert_int_equal(t.n_starts, 2); /* the port checks what it was told */
+                if (local) {
+                    tokens_n(&t, 70, 1);
+                } else {
+                    reserved(&t);
+                    first(&t);
+                }
+                assert_int_equal(t.n_emitted, had + 1);
+                two_tokens(&t);
+                finished(&t);
+                assert_int_equal(t.done_st, TD_OK);
+                assert_int_equal(t.n_emitted, had + 3);
+                assert_int_equal(t.n_logprobs, had + 3);
+                Tandem__V1__Usage u;
+                td_request_usage(&t.r, &u);
+                assert_int_equal(u.prompt_tokens, PROMPT_TOKENS);
+                assert_int_equal(u.completion_tokens, had + 3);
+                assert_int_equal(u.cached_tokens, 2); /* of the first try */
+                Tandem__V1__Timing time;
+                td_request_timing(&t.r, &time);
+                assert_int_equal(time.migrations, 1);
+                assert_string_equal(time.decode_worker, "decode-2");
+                assert_string_equal(time.prefill_worker, local ? "" : "prefill-12");
+                world_deinit(&t);
+            }
 }
 
-static void a_lost_decode_worker_is_unavailable_to_the_client(void **state)
+static void late_news_of_the_worker_that_was_left_changes_nothing(void **state)
+{
+    struct world *t = *state;
+    to_decoding(t);
+    t->which = 1;
+    decode_failed(t);
+    t->is_started = true; /* as if it still spoke */
+    two_tokens(t);
+    decode_failed(t);
+    t->is_started = false;
+    assert_int_equal(t->n_emitted, 2);
+    a_little_later(t);
+    reserved(t);
+    td_request_on_worker_lost(&t->r, &t->d[0], "its stream broke");
+    assert_string_equal(td_request_state_name(&t->r), "PREFILLING");
+    assert_int_equal(t->r.n_deaths, 1);
+}
+
+static void tokens_that_overtook_a_lost_first_token_come_again_from_the_next(void **state)
+{
+    struct world *t = *state;
+    to_prefilling(t);
+    two_tokens(t);
+    finished(t); /* the decode worker had all of it, but nobody knows the first token */
+    run_lost(t);
+    a_little_later(t);
+    assert_int_equal(t->n_starts, 2);
+    reserved(t);
+    first(t);
+    two_tokens(t);
+    finished(t);
+    assert_int_equal(t->done_st, TD_OK);
+    EXPECT_EMITTED(t, FIRST_TOKEN, 61, 62);
+    assert_int_equal(t->r.n_migrations, 0); /* its client had nothing yet */
+}
+
+static void without_another_worker_the_client_hears_who_was_lost(void **state)
 {
     struct world *t = *state;
     to_decoding(t);
     decode_lost(t);
+    assert_int_equal(t->n_done, 0);
+    t->place_st = TD_E_UNAVAILABLE;
+    a_little_later(t);
     assert_string_equal(td_status_grpc_name(t->done_st), "UNAVAILABLE");
     assert_non_null(strstr(t->done_text, "decode-1: its stream broke"));
+}
+
+static void what_no_other_worker_can_make_good_ends_it(void **state)
+{
+    (void)state;
+    void (*const ways[])(struct world *) = {to_handoff, to_decoding};
+    for (size_t i = 0; i < TD_COUNT(ways); i++) {
+        struct world t;
+        world_init(&t);
+        ways[i](&t);
+        decode_bad(&t);
+        assert_int_equal(t.done_st, TD_E_INVALID);
+        assert_int_equal(t.n_starts, 1);
+        world_deinit(&t);
+    }
+}
+
+static void a_failed_handoff_is_not_the_decode_workers_fault(void **state)
+{
+    (void)state;
+    void (*const ways[])(struct world *) = {to_reserving, to_prefilling, to_handoff, to_doubt};
+    for (size_t i = 0; i < TD_COUNT(ways); i++) {
+        struct world t;
+        world_init(&t);
+        ways[i](&t);
+        t.is_started = false;
+        Tandem__V1__DecodeFinished f = TANDEM__V1__DECODE_FINISHED__INIT;
+        f.status_name = (char *)"PEER_LOST";
+        f.message = (char *)"the prefill worker is lost";
+        f.is_lost = f.is_handoff = true;
+        td_request_on_finished(&t.r, &f);
+        assert_string_equal(td_request_state_name(&t.r), "BACKOFF");
+        assert_int_equal(t.r.blame, TD_BLAME_PREFILL);
+        assert_int_equal(t.r.n_deaths, 1); /* once, though both ends tell of it */
+        run_lost(&t);
+        assert_int_equal(t.r.n_deaths, 1);
+        world_deinit(&t);
+    }
+}
+
+static void a_preempted_request_waits_in_front_for_room_to_grow(void **state)
+{
+    struct world *t = *state;
+    to_decoding(t);
+    for (unsigned i = 0; i < 10; i++) { /* however often */
+        t->place_st = TD_IN_PROGRESS;
+        finished_with(t, 0, TD_E_PREEMPTED, true);
+        assert_string_equal(td_request_state_name(&t->r), "QUEUED");
+        assert_true(t->r.had_turn && t->r.is_back);
+        assert_non_null(strstr(t->log, "full"));
+        t->place_st = TD_OK;
+        placed(t);
+        reserved(t);
+        assert_string_equal(td_request_state_name(&t->r), "PREFILLING");
+    }
+    first(t);
+    token(t);
+    assert_false(t->r.is_back);
+    finished(t);
+    assert_int_equal(t->done_st, TD_OK);
+    EXPECT_EMITTED(t, FIRST_TOKEN, 60, FIRST_TOKEN, 60);
+    assert_int_equal(t->r.n_preempted, 10);
+    assert_int_equal(t->r.n_migrations, 1);
+}
+
+static void reserved_pages_taken_back_are_not_a_failure(void **state)
+{
+    struct world *t = *state;
+    to_prefilling(t);
+    t->place_st = TD_IN_PROGRESS;
+    finished_with(t, 0, TD_E_PREEMPTED, true);
+    assert_string_equal(td_request_state_name(&t->r), "QUEUED");
+    assert_false(t->is_running);
+    assert_int_equal(t->r.n_retries + t->r.n_deaths, 0);
+}
+
+static void a_decode_worker_can_do_it_alone(void **state)
+{
+    struct world *t = *state;
+    t->r.want_logprobs = true;
+    to_local(t);
+    assert_string_equal(t->log, "place start");
+    virtual_pass_ms(&t->v, 30);
+    assert_int_equal(t->n_prefilled, 0);
+    token(t);
+    assert_int_equal(t->n_prefilled, 1); /* another may be prefilled there */
+    EXPECT_EMITTED(t, 60);
+    two_tokens(t);
+    finished(t);
+    assert_int_equal(t->done_st, TD_OK);
+    EXPECT_EMITTED(t, 60, 61, 62);
+    Tandem__V1__Timing time;
+    td_request_timing(&t->r, &time);
+    assert_string_equal(time.prefill_worker, "");
+    assert_int_equal(time.ttft_us, 30000);
+    assert_int_equal(time.prefill_us, 30000);
 }
 
 static void a_lost_decode_worker_before_the_first_token_is_replaced(void **state)
@@ -766,17 +1001,22 @@ static void in_doubt_the_decode_workers_failure_decides(void **state)
     struct world *t = *state;
     to_doubt(t);
     decode_failed(t);
-    assert_int_equal(t->done_st, TD_E_DEVICE);
+    assert_string_equal(td_request_state_name(&t->r), "BACKOFF");
+    assert_int_equal(t->r.blame, TD_BLAME_DECODE);
+    assert_int_equal(t->r.n_deaths, 1); /* the run's end was not counted before anybody knew what it meant */
 }
 
-static void in_doubt_silence_ends_with_the_prefill_workers_reason(void **state)
+static void in_doubt_silence_means_that_the_prefill_worker_failed(void **state)
 {
     struct world *t = *state;
     to_doubt(t);
-    virtual_pass_ms(&t->v, 3100);
+    t->place_st = TD_E_UNAVAILABLE;
+    virtual_pass_ms(&t->v, 3000);
+    assert_string_equal(t->log, "place start run cancel");
+    assert_int_equal(t->r.blame, TD_BLAME_PREFILL);
+    a_little_later(t);
     assert_int_equal(t->done_st, TD_E_PEER_LOST);
     assert_non_null(strstr(t->done_text, "said the prefill worker"));
-    assert_string_equal(t->log, "place start run cancel");
 }
 
 static void a_prefill_worker_that_fails_while_decoding_is_nobodys_concern(void **state)
@@ -910,11 +1150,11 @@ static void random_lives_end_well(void **state)
             t.emit_st = dice % 43 == 0 ? TD_E_SLOW_CLIENT : TD_OK;
             t.which = dice % 3;
             t.is_alone = dice % 2;
+            t.is_local = dice % 5 == 0;
             uint32_t e = (dice >> 8) % (3 * TD_COUNT(all_events)); /* good news is more frequent */
             if (e >= TD_COUNT(all_events)) e %= 14;
             all_events[e](&t);
         }
-        if (t.n_emitted > 0) assert_int_equal(t.emitted[0], FIRST_TOKEN);
         assert_true(t.n_emitted <= MAX_TOKENS);
         world_deinit(&t);
     }
@@ -979,13 +1219,23 @@ int main(void)
         T(without_another_worker_the_first_failure_is_the_reason),
         T(a_refusal_from_the_queue_reaches_the_client),
         T(a_full_queue_refuses),
-        cmocka_unit_test(once_the_client_has_a_token_failures_reach_it),
-        T(a_lost_decode_worker_is_unavailable_to_the_client),
+        cmocka_unit_test(what_saw_two_workers_die_is_not_tried_again),
+        T(workers_that_leave_in_good_order_do_not_count_as_failures),
+        T(workers_that_keep_turning_it_away_are_not_asked_for_ever),
+        cmocka_unit_test(a_request_goes_on_elsewhere_with_the_tokens_it_has),
+        T(late_news_of_the_worker_that_was_left_changes_nothing),
+        T(tokens_that_overtook_a_lost_first_token_come_again_from_the_next),
+        T(without_another_worker_the_client_hears_who_was_lost),
+        cmocka_unit_test(what_no_other_worker_can_make_good_ends_it),
+        cmocka_unit_test(a_failed_handoff_is_not_the_decode_workers_fault),
+        T(a_preempted_request_waits_in_front_for_room_to_grow),
+        T(reserved_pages_taken_back_are_not_a_failure),
+        T(a_decode_worker_can_do_it_alone),
         cmocka_unit_test(a_lost_decode_worker_before_the_first_token_is_replaced),
         cmocka_unit_test(a_lost_prefill_worker_before_the_first_token_is_replaced),
         T(after_the_first_token_only_decode_knows_whether_kv_arrived),
         T(in_doubt_the_decode_workers_failure_decides),
-        T(in_doubt_silence_ends_with_the_prefill_workers_reason),
+        T(in_doubt_silence_means_that_the_prefill_worker_failed),
         T(a_prefill_worker_that_fails_while_decoding_is_nobodys_concern),
         T(a_run_that_ends_well_without_a_first_token_broke_the_protocol),
         T(more_tokens_than_asked_for_are_refused),
