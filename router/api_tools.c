@@ -1,30 +1,17 @@
 /* Tools, the choice among them, and messages' content: what chats of all wire forms have in common. */
 #include "router/api.h"
 
-#define MAX_TOOLS     128u
-#define MAX_TOOL_NAME 64u
+#define MAX_TOOLS 128u
 
 /* --- tools -------------------------------------------------------------------------------------------------------- */
-
-static bool is_tool_name(struct td_text t)
-{
-    if (t.n == 0 || t.n > MAX_TOOL_NAME) return false;
-    for (size_t i = 0; i < t.n; i++) {
-        char c = t.p[i];
-        bool is_fine =
-            (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' || c == '-';
-        if (!is_fine) return false;
-    }
-    return true;
-}
 
 static void read_function(struct td_fields *f, struct td_chat_tool *tool)
 {
     bool is_strict = false;
     if (!td_fields_text(f, "name", &tool->name))
         td_fields_fail(f, TD_E_INVALID, "name", "must be given");
-    else if (!is_tool_name(tool->name))
-        td_fields_fail(f, TD_E_INVALID, "name", "must be 1 to %u letters, digits, _ or -", MAX_TOOL_NAME);
+    else if (!td_chat_is_tool_name(tool->name))
+        td_fields_fail(f, TD_E_INVALID, "name", "must be 1 to %u letters, digits, _ or -", TD_CHAT_TOOL_NAME_MAX);
     td_fields_text(f, "description", &tool->description);
     td_fields_object(f, "parameters", &tool->parameters);
     td_fields_bool(f, "strict", &is_strict);

@@ -4,7 +4,6 @@
 #define TD_ROUTER_ENCODE_H
 
 #include "common/loop/loop.h"
-#include "common/text/chat.h"
 #include "common/text/tokenizer.h"
 #include "proto/inference.pb-c.h"
 
@@ -14,13 +13,10 @@ struct td_encode {
     struct td_work work;
     void (*done)(struct td_encode *e); /* loop thread, exactly once; maybe before start returns */
     const struct td_tokenizer *tokenizer;
-    const struct td_chat_format *format;
     /* One of them is set: ours. */
     char *text;
     size_t n_text;
     enum td_text_mode mode;
-    Tandem__V1__ChatRequest *chat;
-    char date[16];
     Tandem__V1__DetokenizeRequest *detokenize;
     /* Results */
     enum td_status st;
@@ -33,12 +29,8 @@ struct td_encode {
  * there is no memory (NO_MEMORY, done does not run). */
 enum td_status td_encode_text(struct td_encode *e, struct td_loop *loop, const struct td_tokenizer *t, const void *text,
                               size_t n, enum td_text_mode mode, void (*done)(struct td_encode *e));
-/* date: for the system message. The request's fields were checked by td_encode_check_chat. */
-enum td_status td_encode_chat(struct td_encode *e, struct td_loop *loop, const struct td_chat_format *f,
-                              const Tandem__V1__ChatRequest *chat, const char *date, void (*done)(struct td_encode *e));
 enum td_status td_encode_detokenize(struct td_encode *e, struct td_loop *loop, const struct td_tokenizer *t,
                                     const Tandem__V1__DetokenizeRequest *m, void (*done)(struct td_encode *e));
-enum td_status td_encode_check_chat(const Tandem__V1__ChatRequest *chat, struct td_err *err);
 void td_encode_deinit(struct td_encode *e);
 
 #endif

@@ -1,5 +1,5 @@
-/* One client's call of Generate or Chat: the request message becomes an order, tokens become text or chat deltas, the
- * request's end becomes the call's. The request itself lives in request.c; here is what a client sees of it.
+/* One client's call of Generate: the request message becomes an order, tokens become events, the request's end becomes
+ * the call's. The request itself lives in request.c; here is what a client sees of it.
  *
  * A client that reads too slowly: what is unsent to it is looked at after each event; above --max-client-backlog its
  * request ends with SLOW_CLIENT, and nobody else notices. A client that leaves: the request is told at once, but the
@@ -28,7 +28,7 @@ struct client {
     struct td_list link;
     struct td_request request;
     struct td_answer answer;
-    bool is_chat, has_order, has_begun, is_encoding;
+    bool has_order, has_begun, is_encoding;
     struct td_encode encode;
     uint64_t t_sent;        /* last event; 0: none yet */
     struct td_timer linger; /* from the end of the request to that of the call */
@@ -256,14 +256,14 @@ static void on_encoded(struct td_encode *e)
             uint32_t *ids = e->ids.ids;
             size_t n = e->ids.n;
             e->ids = (struct td_token_list){0}; /* the request's now */
-            begin_with_prompt(k, k->is_chat ? "messages" : "text", ids, n);
+            begin_with_prompt(k, "text", ids, n);
         }
     }
     td_encode_deinit(e);
     free_if_over(k);
 }
 
-/* Everything that both kinds of request check before work is done for them; from here on the request has begun. */
+/* Everything that is checked before work is done for a request. */
 static enum td_status accept_order(struct client *k, const char *model, const char *request_id,
                                    const Tandem__V1__Sampling *sampling, const Tandem__V1__Stop *stop,
                                    bool want_logprobs, uint32_t n_logprobs, struct td_err *err)
@@ -345,23 +345,6 @@ void td_front_today(const struct td_router *ro, const char *asked, char out[16])
     if (localtime_r(&now, &tm) == NULL || strftime(out, 16, "%Y-%m-%d", &tm) == 0) out[0] = '\0';
 }
 
-static enum td_status order_chat(struct client *k, const Tandem__V1__ChatRequest *m, struct td_err *err)
-{
-    struct td_router *ro = k->router;
-    enum td_status st = accept_order(k, m->model, m->request_id, m->sampling, m->stop, false, 0, err);
-    if (st == TD_OK) st = td_encode_check_chat(m, err);
-    if (st != TD_OK) return st;
-    st = td_answer_init_chat(&k->answer, ro->format);
-    if (st != TD_OK) return td_err_set(err, st, "no chat parser: %s", td_status_text(st));
-    st = begin(k, err);
-    if (st != TD_OK) return st;
-    char date[16];
-    td_front_today(ro, m->current_date, date);
-    encoding(k);
-    st = td_encode_chat(&k->encode, ro->loop, ro->format, m, date, on_encoded);
-    return st == TD_OK ? TD_OK : not_encoding(k, err);
-}
-
 /* --- the call -------------------------------------------------------------------------------------------- */
 
 static struct client *client_of_call(struct td_rpc_call *c)
@@ -377,8 +360,7 @@ static void on_message(struct td_rpc_call *c, const ProtobufCMessage *msg)
     if (k->has_order) return;
     k->has_order = true;
     struct td_err err = {{0}};
-    enum td_status st = k->is_chat ? order_chat(k, (const Tandem__V1__ChatRequest *)msg, &err)
-                                   : order_generate(k, (const Tandem__V1__GenerateRequest *)msg, &err);
+    enum td_status st = order_generate(k, (const Tandem__V1__GenerateRequest *)msg, &err);
     if (st != TD_OK) td_request_on_bad(&k->request, st, err.text);
 }
 
@@ -392,8 +374,9 @@ static void on_closed(struct td_rpc_call *c, enum td_status st, const char *text
     free_if_over(k);
 }
 
-static void open_client(struct td_rpc_call *c, struct td_router *ro, bool is_chat)
+void td_front_open_generate(struct td_rpc_call *c, void *service)
 {
+    struct td_router *ro = service;
     static const struct td_rpc_handlers handlers = {.on_message = on_message, .on_closed = on_closed};
     struct client *k = td_calloc(1, sizeof *k);
     if (k == NULL) {
@@ -403,7 +386,6 @@ static void open_client(struct td_rpc_call *c, struct td_router *ro, bool is_cha
     k->magic = CLIENT_MAGIC;
     k->router = ro;
     k->call = c;
-    k->is_chat = is_chat;
     k->linger.fire = on_linger;
     td_request_init(&k->request, &ro->request_ports);
     td_answer_init(&k->answer, ro->tokenizer, send_event, k);
@@ -414,9 +396,6 @@ static void open_client(struct td_rpc_call *c, struct td_router *ro, bool is_cha
     ro->n_clients++;
     td_rpc_call_accept(c, &handlers, k);
 }
-
-void td_front_open_generate(struct td_rpc_call *c, void *service) { open_client(c, service, false); }
-void td_front_open_chat(struct td_rpc_call *c, void *service) { open_client(c, service, true); }
 
 void td_front_describe(const struct td_router *ro, struct td_buf *out)
 {

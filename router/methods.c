@@ -9,6 +9,7 @@
 #include "common/metrics/metrics.h"
 #include "proto/fleet.pb-c.h"
 #include "proto/inference.pb-c.h"
+#include "router/chat.h"
 #include "router/encode.h"
 #include "router/router_int.h"
 
@@ -313,7 +314,7 @@ void td_router_bind_fleet(struct td_router *ro)
 
 const struct td_rpc_method td_router_methods[] = {
     METHOD("Inference", "Generate", generate_request, generate_event, MAX_REQUEST_BYTES, td_front_open_generate, false),
-    METHOD("Inference", "Chat", chat_request, chat_event, MAX_REQUEST_BYTES, td_front_open_chat, false),
+    METHOD("Inference", "Chat", chat_request, chat_event, MAX_REQUEST_BYTES, td_chat_open, false),
     METHOD("Inference", "Tokenize", tokenize_request, tokenize_reply, MAX_REQUEST_BYTES, open_tokenize, false),
     METHOD("Inference", "Detokenize", detokenize_request, detokenize_reply, MAX_REQUEST_BYTES, open_detokenize, false),
     METHOD("Inference", "ListModels", list_models_request, list_models_reply, 1024, open_list_models, false),

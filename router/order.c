@@ -4,6 +4,7 @@
 #include <stddef.h>
 #include <stdlib.h>
 
+#include "common/base/clock.h"
 #include "common/base/mem.h"
 
 struct td_order_block {
@@ -13,7 +14,7 @@ struct td_order_block {
 
 void td_order_init(struct td_order *o)
 {
-    *o = (struct td_order){.chat_field = "messages", .model = "", .n_choices = 1};
+    *o = (struct td_order){.chat_field = "messages", .model = "", .deadline_ns = TD_NEVER_NS, .n_choices = 1};
     tandem__v1__sampling__init(&o->sampling);
     tandem__v1__stop__init(&o->stop);
 }

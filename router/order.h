@@ -44,6 +44,7 @@ struct td_order {
     const char *chat_field; /* what the client calls the conversation: "messages" or "input" */
     const char *model;      /* "": the one served */
     const char *request_id; /* NULL or "": one is made */
+    uint64_t deadline_ns;   /* TD_NEVER_NS: the server's */
     uint32_t n_choices;     /* per prompt, 1 .. */
     Tandem__V1__Sampling sampling;
     Tandem__V1__Stop stop; /* max_tokens 0: the server's default; its ceiling applies in any case */

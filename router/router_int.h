@@ -41,7 +41,6 @@ void td_router_end_joins(struct td_router *ro);  /* tells every worker that this
 /* front.c */
 void td_front_bind(struct td_router *ro); /* fills request_ports */
 void td_front_open_generate(struct td_rpc_call *c, void *service);
-void td_front_open_chat(struct td_rpc_call *c, void *service);
 void td_front_describe(const struct td_router *ro, struct td_buf *json_out);
 /* What is known of the model now. Borrows from the fleet: do not keep. */
 struct td_params_facts td_front_facts(const struct td_router *ro);

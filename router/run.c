@@ -327,7 +327,9 @@ static enum td_status prepare(struct td_run *run, struct served *s, uint32_t ind
     s->magic = CHOICE_MAGIC;
     s->run = run;
     td_request_init(&s->request, &ro->run_ports);
-    s->request.deadline_ns = ro->env->now_ns(ro->env) + ro->cfg.request_timeout * TD_NS_PER_MS;
+    s->request.deadline_ns = o->deadline_ns;
+    if (o->deadline_ns == TD_NEVER_NS)
+        s->request.deadline_ns = ro->env->now_ns(ro->env) + ro->cfg.request_timeout * TD_NS_PER_MS;
     TD_TRY(td_params_set_id(&s->request, o->request_id, ro->env->random(ro->env), err));
     Tandem__V1__Sampling sampling = o->sampling;
     sampling.seed += index % o->n_choices;

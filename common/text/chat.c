@@ -33,6 +33,17 @@ bool td_chat_effort_parse(const char *name, enum td_chat_effort *out)
     return true;
 }
 
+bool td_chat_is_tool_name(struct td_text t)
+{
+    if (t.n == 0 || t.n > TD_CHAT_TOOL_NAME_MAX) return false;
+    for (size_t i = 0; i < t.n; i++) {
+        char c = t.p[i];
+        bool is_letter = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
+        if (!is_letter && !(c >= '0' && c <= '9') && c != '_' && c != '-') return false;
+    }
+    return true;
+}
+
 /* In the order that "auto" tries them; the last one fits every vocabulary. */
 static const struct {
     const char *name;

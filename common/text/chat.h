@@ -50,6 +50,9 @@ struct td_chat_message {
 };
 
 struct json_t;
+#define TD_CHAT_TOOL_NAME_MAX 64u
+/* 1 to 64 letters, digits, underscores and dashes: what a declared function may be called. */
+bool td_chat_is_tool_name(struct td_text name);
 struct td_chat_tool {
     struct td_text name, description; /* description may be absent */
     const struct json_t *parameters;  /* JSON schema (jansson), or NULL */

@@ -116,17 +116,6 @@ bool td_conversation_find_call(const struct td_conversation *c, struct td_text i
 
 /* --- tools -------------------------------------------------------------------------------------------------------- */
 
-static bool is_tool_name(struct td_text t)
-{
-    if (t.n == 0 || t.n > TD_TOOL_NAME_MAX) return false;
-    for (size_t i = 0; i < t.n; i++) {
-        char ch = t.p[i];
-        bool is_letter = (ch >= 'a' && ch <= 'z') || (ch >= 'A' && ch <= 'Z');
-        if (!is_letter && !(ch >= '0' && ch <= '9') && ch != '_' && ch != '-') return false;
-    }
-    return true;
-}
-
 static bool is_deeper(const json_t *v, unsigned levels)
 {
     if (!json_is_object(v) && !json_is_array(v)) return false;
@@ -154,9 +143,9 @@ bool td_conversation_has_tool(const struct td_conversation *c, struct td_text na
 enum td_status td_conversation_add_tool(struct td_conversation *c, const char *path, struct td_text name,
                                         struct td_text description, const struct json_t *parameters, struct td_err *err)
 {
-    if (!is_tool_name(name))
+    if (!td_chat_is_tool_name(name))
         return td_err_set(err, TD_E_INVALID, "%s.name: must be 1 to %u letters, digits, underscores or dashes", path,
-                          TD_TOOL_NAME_MAX);
+                          TD_CHAT_TOOL_NAME_MAX);
     if (td_conversation_has_tool(c, name))
         return td_err_set(err, TD_E_INVALID, "%s.name: \"%.*s\" is declared twice", path, (int)name.n, name.p);
     if (json_is_null(parameters)) parameters = NULL;

@@ -14,7 +14,6 @@
 #include "common/base/status.h"
 #include "common/text/chat.h"
 
-#define TD_TOOL_NAME_MAX    64u /* of a declared function: letters, digits, _ and - */
 #define TD_SCHEMA_MAX_DEPTH 64u /* of a function's parameters: each level is indented in the prompt */
 
 struct td_conversation_call { /* a call that a result may answer */

@@ -9,6 +9,7 @@ const char *td_report_finish(Tandem__V1__FinishReason reason)
     switch (reason) {
     case TANDEM__V1__FINISH_REASON__FINISH_STOP: return "stop";
     case TANDEM__V1__FINISH_REASON__FINISH_LENGTH: return "length";
+    case TANDEM__V1__FINISH_REASON__FINISH_TOOL_CALLS: return "tool_calls";
     default: return "none";
     }
 }

@@ -7,7 +7,6 @@
 #define MODEL "tests/tiny/tiny-model"
 
 static struct td_tokenizer *tokenizer;
-static struct td_chat_format *format;
 static struct virtual_env env;
 static struct td_router_ports ports = {.env = &env.env};
 
@@ -18,13 +17,11 @@ struct world {
     Tandem__V1__Sampling sampling;
     enum td_status send_st;
     unsigned n_events;
-    char text[2048];  /* Generate: all text */
-    char shown[2048]; /* Chat: "R0:text|F1:text|..." in order of deltas */
-    char per_channel[TD_ANSWER_N_CHANNELS][1024];
-    char first_id[80], recipient[80];
+    char text[2048]; /* Generate: all text */
+    char first_id[80];
     uint64_t seed;
     Tandem__V1__FinishReason finish;
-    uint32_t completion_tokens, reasoning_tokens, n_logprobs;
+    uint32_t completion_tokens, n_logprobs;
 };
 
 static void append(char *out, size_t size, const void *p, size_t n)
@@ -52,36 +49,15 @@ static void see_generate(struct world *t, const Tandem__V1__GenerateEvent *e)
     if (e->usage != NULL) t->completion_tokens = e->usage->completion_tokens;
 }
 
-static void see_chat(struct world *t, const Tandem__V1__ChatEvent *e)
-{
-    if (t->n_events == 0) snprintf(t->first_id, sizeof t->first_id, "%s", e->request_id);
-    for (size_t i = 0; i < e->n_deltas; i++) {
-        const Tandem__V1__ChatDelta *d = e->deltas[i];
-        char head[16];
-        snprintf(head, sizeof head, "%c%u:", "?RFPT"[d->channel], d -> message_index);
-        append(t->shown, sizeof t->shown, head, strlen(head));
-        append(t->shown, sizeof t->shown, d->text.data, d->text.len);
-        append(t->shown, sizeof t->shown, "|", 1);
-        append(t->per_channel[d->channel], sizeof t->per_channel[0], d->text.data, d->text.len);
-        if (d->recipient[0] != '\0') append(t->recipient, sizeof t->recipient, d->recipient, strlen(d->recipient));
-    }
-    t->finish = e->finish_reason;
-    if (e->usage != NULL) t->completion_tokens = e->usage->completion_tokens;
-    t->reasoning_tokens = e->reasoning_tokens;
-}
-
 static enum td_status see(void *user, const ProtobufCMessage *event)
 {
     struct world *t = user;
-    if (event->descriptor == &tandem__v1__chat_event__descriptor)
-        see_chat(t, (const Tandem__V1__ChatEvent *)event);
-    else
-        see_generate(t, (const Tandem__V1__GenerateEvent *)event);
+    see_generate(t, (const Tandem__V1__GenerateEvent *)event);
     t->n_events++;
     return t->send_st;
 }
 
-static struct world *open_answer(bool is_chat)
+static struct world *open_answer(void)
 {
     struct world *t = calloc(1, sizeof *t);
     tandem__v1__sampling__init(&t->sampling);
@@ -91,7 +67,6 @@ static struct world *open_answer(bool is_chat)
     t->r.tokens = t->tokens;
     t->r.sampling = &t->sampling;
     td_answer_init(&t->a, tokenizer, see, t);
-    if (is_chat) assert_int_equal(td_answer_init_chat(&t->a, format), TD_OK);
     return t;
 }
 static void close_answer(struct world *t)
@@ -128,13 +103,11 @@ static int open_model(void **state)
     (void)state;
     virtual_env_init(&env);
     assert_int_equal(td_tokenizer_load(MODEL, &tokenizer, &err), TD_OK);
-    assert_int_equal(td_chat_format_open("harmony", tokenizer, &format, &err), TD_OK);
     return 0;
 }
 static int close_model(void **state)
 {
     (void)state;
-    td_chat_format_destroy(format);
     td_tokenizer_destroy(tokenizer);
     return 0;
 }
@@ -142,7 +115,7 @@ static int close_model(void **state)
 static void the_first_event_carries_id_and_seed_the_last_usage(void **state)
 {
     (void)state;
-    struct world *t = open_answer(false);
+    struct world *t = open_answer();
     say(t, "What is 47 + 38?");
     end(t, TANDEM__V1__FINISH_REASON__FINISH_LENGTH);
     assert_string_equal(t->first_id, "req-test");
@@ -155,7 +128,7 @@ static void the_first_event_carries_id_and_seed_the_last_usage(void **state)
 static void characters_are_never_cut_and_a_torn_tail_is_replaced(void **state)
 {
     (void)state;
-    struct world *t = open_answer(false);
+    struct world *t = open_answer();
     struct td_token_list ids = {0};
     struct td_err err;
     static const char fox[] = "\xf0\x9f\xa6\x8a";
@@ -175,7 +148,7 @@ static void characters_are_never_cut_and_a_torn_tail_is_replaced(void **state)
 static void special_tokens_are_ids_without_text(void **state)
 {
     (void)state;
-    struct world *t = open_answer(false);
+    struct world *t = open_answer();
     say(t, "<|start|>Hi<|return|>");
     end(t, TANDEM__V1__FINISH_REASON__FINISH_STOP);
     assert_string_equal(t->text, "Hi");
@@ -185,122 +158,34 @@ static void special_tokens_are_ids_without_text(void **state)
 static void what_the_client_cannot_take_is_passed_on(void **state)
 {
     (void)state;
-    struct world *t = open_answer(false);
+    struct world *t = open_answer();
     uint32_t id = 1;
     t->send_st = TD_E_SLOW_CLIENT;
     assert_int_equal(say_ids(t, &id, 1), TD_E_SLOW_CLIENT);
     close_answer(t);
 }
 
-static void reasoning_and_answer_come_apart(void **state)
-{
-    (void)state;
-    struct world *t = open_answer(true);
-    say(t, "<|channel|>analysis<|message|>Easy sum.<|end|><|start|>assistant<|channel|>final<|message|>It is "
-           "85.<|return|>");
-    end(t, TANDEM__V1__FINISH_REASON__FINISH_STOP);
-    assert_string_equal(t->first_id, "req-test");
-    assert_string_equal(t->per_channel[TANDEM__V1__CHAT_CHANNEL__CHANNEL_REASONING], "Easy sum.");
-    assert_string_equal(t->per_channel[TANDEM__V1__CHAT_CHANNEL__CHANNEL_FINAL], "It is 85.");
-    assert_true(t->reasoning_tokens > 0 && t->reasoning_tokens < t->completion_tokens);
-    assert_non_null(strstr(t->shown, "R0:"));
-    assert_non_null(strstr(t->shown, "F1:"));
-    close_answer(t);
-}
-
-static void the_first_event_comes_with_the_first_token_others_only_with_news(void **state)
-{
-    (void)state;
-    struct world *t = open_answer(true);
-    say(t, "<|channel|>");
-    assert_int_equal(t->n_events, 1);
-    say(t, "final<|message|>");
-    assert_int_equal(t->n_events, 1);
-    say(t, "Hi");
-    assert_true(t->n_events > 1);
-    close_answer(t);
-}
-
-static void texts_of_a_channel_put_end_to_end_are_lines(void **state)
-{
-    (void)state;
-    struct world *t = open_answer(true);
-    say(t, "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>Two.<|end|>"
-           "<|start|>assistant<|channel|>final<|message|>Three.<|return|>");
-    end(t, TANDEM__V1__FINISH_REASON__FINISH_STOP);
-    assert_string_equal(t->per_channel[TANDEM__V1__CHAT_CHANNEL__CHANNEL_REASONING], "One.\nTwo.");
-    assert_string_equal(t->per_channel[TANDEM__V1__CHAT_CHANNEL__CHANNEL_FINAL], "Three.");
-    close_answer(t);
-}
-
-static void a_tool_call_names_its_recipient_once(void **state)
-{
-    (void)state;
-    struct world *t = open_answer(true);
-    say(t, "<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>{\"city\":\"Paris\"}<|call|>");
-    end(t, TANDEM__V1__FINISH_REASON__FINISH_STOP);
-    assert_string_equal(t->per_channel[TANDEM__V1__CHAT_CHANNEL__CHANNEL_TOOL_CALL], "{\"city\":\"Paris\"}");
-    assert_string_equal(t->recipient, "functions.get_time");
-    close_answer(t);
-}
-
-static void many_tokens_in_one_event_are_shown_as_if_one_by_one(void **state)
-{
-    (void)state;
-    static const char text[] =
-        "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>final<|message|>Say.<|return|>";
-    struct td_token_list ids = {0};
-    struct td_err err;
-    assert_int_equal(td_tokenizer_encode(tokenizer, text, strlen(text), TD_TEXT_SPECIAL, &ids, &err), TD_OK);
-    struct world *t = open_answer(true);
-    assert_int_equal(say_ids(t, ids.ids, ids.n), TD_OK);
-    end(t, TANDEM__V1__FINISH_REASON__FINISH_STOP);
-    assert_string_equal(t->shown, "R0:Think.|F1:Say.|");
-    assert_int_equal(t->n_events, 2);
-    td_token_list_free(&ids);
-    close_answer(t);
-}
-
-static void any_tokens_at_all_make_a_chat(void **state)
-{
-    (void)state;
-    struct world *t = open_answer(true);
-    uint64_t seed = 7;
-    for (int i = 0; i < 500; i++) {
-        seed = seed * 6364136223846793005ull + 1442695040888963407ull;
-        uint32_t id = (uint32_t)(seed >> 40) % (i % 3 == 0 ? 40 : 2048);
-        if (i % 3 == 0) id += 2010; /* often special, sometimes no token at all */
-        memset(t->shown, 0, sizeof t->shown);
-        memset(t->per_channel, 0, sizeof t->per_channel);
-        memset(t->recipient, 0, sizeof t->recipient);
-        assert_int_equal(say_ids(t, &id, 1), TD_OK);
-    }
-    end(t, TANDEM__V1__FINISH_REASON__FINISH_LENGTH);
-    close_answer(t);
-}
-
 static void failed_allocations_end_the_answer_not_the_process(void **state)
 {
     (void)state;
-    for (int is_chat = 0; is_chat < 2; is_chat++)
-        for (uint32_t k = 0; k < 60; k++) {
-            struct td_token_list ids = {0};
-            struct td_err err;
-            static const char text[] = "<|channel|>commentary to=functions.f<|message|>{}<|call|>";
-            assert_int_equal(td_tokenizer_encode(tokenizer, text, strlen(text), TD_TEXT_SPECIAL, &ids, &err), TD_OK);
-            struct world *t = open_answer(is_chat);
-            td_fault_arm(TD_FAULT_ALLOC, k, 1);
-            enum td_status st = TD_OK;
-            for (size_t i = 0; i < ids.n && st == TD_OK; i++) st = say_ids(t, &ids.ids[i], 1);
-            t->r.finish_reason = TANDEM__V1__FINISH_REASON__FINISH_STOP;
-            if (st == TD_OK) st = td_answer_end(&t->a, &t->r);
-            td_fault_disarm_all();
-            assert_true(st == TD_OK || st == TD_E_NO_MEMORY);
-            if (k == 0) assert_int_equal(st, TD_E_NO_MEMORY);
-            if (k == 59) assert_int_equal(st, TD_OK);
-            close_answer(t);
-            td_token_list_free(&ids);
-        }
+    for (uint32_t k = 0; k < 60; k++) {
+        struct td_token_list ids = {0};
+        struct td_err err;
+        static const char text[] = "<|channel|>commentary to=functions.f<|message|>{}<|call|>";
+        assert_int_equal(td_tokenizer_encode(tokenizer, text, strlen(text), TD_TEXT_SPECIAL, &ids, &err), TD_OK);
+        struct world *t = open_answer();
+        td_fault_arm(TD_FAULT_ALLOC, k, 1);
+        enum td_status st = TD_OK;
+        for (size_t i = 0; i < ids.n && st == TD_OK; i++) st = say_ids(t, &ids.ids[i], 1);
+        t->r.finish_reason = TANDEM__V1__FINISH_REASON__FINISH_STOP;
+        if (st == TD_OK) st = td_answer_end(&t->a, &t->r);
+        td_fault_disarm_all();
+        assert_true(st == TD_OK || st == TD_E_NO_MEMORY);
+        if (k == 0) assert_int_equal(st, TD_E_NO_MEMORY);
+        if (k == 59) assert_int_equal(st, TD_OK);
+        close_answer(t);
+        td_token_list_free(&ids);
+    }
 }
 
 int main(void)
@@ -310,12 +195,6 @@ int main(void)
         cmocka_unit_test(characters_are_never_cut_and_a_torn_tail_is_replaced),
         cmocka_unit_test(special_tokens_are_ids_without_text),
         cmocka_unit_test(what_the_client_cannot_take_is_passed_on),
-        cmocka_unit_test(reasoning_and_answer_come_apart),
-        cmocka_unit_test(the_first_event_comes_with_the_first_token_others_only_with_news),
-        cmocka_unit_test(texts_of_a_channel_put_end_to_end_are_lines),
-        cmocka_unit_test(a_tool_call_names_its_recipient_once),
-        cmocka_unit_test(many_tokens_in_one_event_are_shown_as_if_one_by_one),
-        cmocka_unit_test(any_tokens_at_all_make_a_chat),
         cmocka_unit_test(failed_allocations_end_the_answer_not_the_process),
     };
     return cmocka_run_group_tests(tests, open_model, close_model);

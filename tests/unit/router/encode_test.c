@@ -9,7 +9,6 @@
 struct world {
     struct td_loop *loop;
     struct td_tokenizer *tokenizer;
-    struct td_chat_format *format;
 };
 
 static struct world world;
@@ -28,7 +27,6 @@ static int open_world(void **state)
     struct td_err err = {{0}};
     assert_int_equal(td_loop_create(&world.loop), TD_OK);
     assert_int_equal(td_tokenizer_load(MODEL, &world.tokenizer, &err), TD_OK);
-    assert_int_equal(td_chat_format_open("harmony", world.tokenizer, &world.format, &err), TD_OK);
     *state = &world;
     return 0;
 }
@@ -36,7 +34,6 @@ static int close_world(void **state)
 {
     (void)state;
     td_loop_destroy(world.loop);
-    td_chat_format_destroy(world.format);
     td_tokenizer_destroy(world.tokenizer);
     return 0;
 }
@@ -94,68 +91,6 @@ static void bad_text_is_named_with_its_offset(void **state)
     td_encode_deinit(&e);
 }
 
-static Tandem__V1__ChatMessage message_of(const char *role, const char *content)
-{
-    Tandem__V1__ChatMessage m = TANDEM__V1__CHAT_MESSAGE__INIT;
-    m.role = (char *)role;
-    m.content = (ProtobufCBinaryData){.data = (uint8_t *)content, .len = strlen(content)};
-    return m;
-}
-
-static void a_conversation_becomes_a_prompt_that_the_model_goes_on_with(void **state)
-{
-    (void)state;
-    Tandem__V1__ChatMessage m = message_of("user", "Hello <|end|>"), *list[] = {&m};
-    Tandem__V1__ChatRequest r = TANDEM__V1__CHAT_REQUEST__INIT;
-    r.messages = list;
-    r.n_messages = 1;
-    r.reasoning_effort = (char *)"low";
-    struct td_err err;
-    assert_int_equal(td_encode_check_chat(&r, &err), TD_OK);
-    struct td_encode e;
-    assert_int_equal(td_encode_chat(&e, world.loop, world.format, &r, "2025-11-03", on_done), TD_OK);
-    assert_int_equal(e.st, TD_OK);
-    struct td_buf text = {0};
-    td_tokenizer_decode(world.tokenizer, e.ids.ids, e.ids.n, true, &text);
-    const char *s = td_buf_cstr(&text);
-    assert_non_null(strstr(s, "Current date: 2025-11-03"));
-    assert_non_null(strstr(s, "Reasoning: low"));
-    assert_non_null(strstr(s, "<|start|>user<|message|>Hello <|end|><|end|><|start|>assistant"));
-    uint32_t end = td_tokenizer_special(world.tokenizer, "<|end|>");
-    unsigned n_ends = 0;
-    for (size_t i = 0; i < e.ids.n; i++) n_ends += e.ids.ids[i] == end;
-    assert_int_equal(n_ends, 2); /* system and user; what the user wrote is text */
-    td_buf_free(&text);
-    td_encode_deinit(&e);
-}
-
-static void conversations_are_refused_by_field(void **state)
-{
-    (void)state;
-    struct td_err err;
-    Tandem__V1__ChatMessage m, *list[] = {&m};
-    Tandem__V1__ChatRequest r;
-#define REFUSE(change, field)                                                                                          \
-    do {                                                                                                               \
-        tandem__v1__chat_request__init(&r);                                                                            \
-        m = message_of("user", "Hi");                                                                                  \
-        r.messages = list;                                                                                             \
-        r.n_messages = 1;                                                                                              \
-        change;                                                                                                        \
-        assert_int_equal(td_encode_check_chat(&r, &err), TD_E_INVALID);                                                \
-        assert_non_null(strstr(err.text, field));                                                                      \
-    } while (0)
-    REFUSE(r.n_messages = 0, "messages");
-    REFUSE(m.role = (char *)"", "messages[0].role");
-    REFUSE(m.role = (char *)"robot", "messages[0].role");
-    REFUSE(m = message_of("user", "\xc3"), "messages[0].content");
-    REFUSE((m = message_of("assistant", "ok"), m.reasoning.data = (uint8_t *)"\xff", m.reasoning.len = 1),
-           "messages[0].reasoning");
-    REFUSE(m.role = (char *)"tool", "messages[0].name");
-    REFUSE(r.reasoning_effort = (char *)"minimal", "reasoning_effort");
-    REFUSE(r.current_date = (char *)"3.11.2025", "current_date");
-}
-
 static void tokens_become_text_exact_and_lossy(void **state)
 {
     (void)state;
@@ -184,23 +119,18 @@ static void tokens_become_text_exact_and_lossy(void **state)
 static void failed_allocations_are_statuses(void **state)
 {
     (void)state;
-    Tandem__V1__ChatMessage m = message_of("user", "Hello"), *list[] = {&m};
-    Tandem__V1__ChatRequest r = TANDEM__V1__CHAT_REQUEST__INIT;
-    r.messages = list;
-    r.n_messages = 1;
     uint32_t ids[] = {1, 2, 3};
     Tandem__V1__DetokenizeRequest d = TANDEM__V1__DETOKENIZE_REQUEST__INIT;
     d.token_ids = ids;
     d.n_token_ids = 3;
-    for (int what = 0; what < 3; what++)
+    for (int what = 0; what < 2; what++)
         for (uint32_t k = 0; k < 60; k++) {
             struct td_encode e;
             n_done = 0;
             td_fault_arm(TD_FAULT_ALLOC, k, 1);
             enum td_status st =
-                what == 0   ? td_encode_text(&e, world.loop, world.tokenizer, "Hello", 5, TD_TEXT_ORDINARY, on_done)
-                : what == 1 ? td_encode_chat(&e, world.loop, world.format, &r, "2025-11-03", on_done)
-                            : td_encode_detokenize(&e, world.loop, world.tokenizer, &d, on_done);
+                what == 0 ? td_encode_text(&e, world.loop, world.tokenizer, "Hello", 5, TD_TEXT_ORDINARY, on_done)
+                          : td_encode_detokenize(&e, world.loop, world.tokenizer, &d, on_done);
             td_fault_disarm_all();
             assert_true(st == TD_OK || st == TD_E_NO_MEMORY);
             assert_int_equal(n_done, st == TD_OK);
@@ -216,8 +146,6 @@ int main(void)
         cmocka_unit_test(short_text_is_done_at_once_and_long_text_later),
         cmocka_unit_test(special_strings_become_tokens_only_if_asked),
         cmocka_unit_test(bad_text_is_named_with_its_offset),
-        cmocka_unit_test(a_conversation_becomes_a_prompt_that_the_model_goes_on_with),
-        cmocka_unit_test(conversations_are_refused_by_field),
         cmocka_unit_test(tokens_become_text_exact_and_lossy),
         cmocka_unit_test(failed_allocations_are_statuses),
     };
