@@ -1,18 +1,22 @@
 /* Two ways to the same result. Short pieces, that is nearly all, scan an array for the best pair and close the gap: no
- * memory, few instructions. Long pieces, which a hostile text can make as long as itself, use a linked list and a heap.
- */
+ * memory, few instructions. Long pieces, which a hostile text can make as long as itself, are a linked list whose pairs
+ * lie in buckets, one a priority: the lowest bucket is worked off from left to right. Hostile texts repeat themselves,
+ * so its places follow each other in memory, where a heap would jump about. */
 #include "common/text/bpe.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "common/base/mem.h"
 
 #define SHORT_BYTES 64u
 #define NONE        UINT32_MAX
+#define LOOSE       (UINT32_MAX - 1) /* in no bucket */
 
 void td_bpe_scratch_free(struct td_bpe_scratch *s)
 {
     free(s->memory);
+    free(s->buckets);
     *s = (struct td_bpe_scratch){0};
 }
 
@@ -43,91 +47,166 @@ struct symbol {
     uint32_t id;
     uint32_t prev, next; /* NONE: no neighbour */
     uint32_t priority;   /* of the pair with next; TD_NEVER also when this symbol is gone */
+    uint32_t up, down;   /* neighbours in the bucket of that priority; up may be LOOSE */
 };
 
-/* Min-heap of priority << 32 | place: the lowest priority first, then the leftmost. Entries whose pair has changed
- * since are recognised by its priority and skipped. */
-struct heap {
-    uint64_t *keys;
-    size_t n;
+/* Which buckets hold something, as bits; then the words of those bits that are not 0, and so on: four levels span the
+ * 24 bits of a priority. Empty between two pieces. */
+#define N_LEVELS 4u
+struct td_bpe_buckets {
+    uint64_t *bits[N_LEVELS];
+    uint32_t head[]; /* [priorities] place + 1; 0: empty */
 };
 
-static void sift_down(struct heap *h, size_t i)
+static struct td_bpe_buckets *make_buckets(uint32_t n_priorities)
 {
-    uint64_t key = h->keys[i];
-    for (;;) {
-        size_t child = 2 * i + 1;
-        if (child >= h->n) break;
-        if (child + 1 < h->n && h->keys[child + 1] < h->keys[child]) child++;
-        if (h->keys[child] >= key) break;
-        h->keys[i] = h->keys[child];
-        i = child;
+    size_t n[N_LEVELS], bytes = (sizeof(struct td_bpe_buckets) + n_priorities * sizeof(uint32_t) + 7) / 8 * 8,
+                        at = bytes;
+    for (uint32_t l = 0, over = n_priorities; l < N_LEVELS; l++) {
+        n[l] = over = over / 64 + 1;
+        bytes += n[l] * sizeof(uint64_t);
     }
-    h->keys[i] = key;
+    struct td_bpe_buckets *b = td_calloc(1, bytes);
+    for (uint32_t l = 0; b != NULL && l < N_LEVELS; at += n[l++] * sizeof(uint64_t))
+        b->bits[l] = (uint64_t *)(void *)((char *)b + at);
+    return b;
 }
 
-static void heap_push(struct heap *h, uint64_t key)
+static uint32_t lowest_bucket(const struct td_bpe_buckets *b)
 {
-    size_t i = h->n++;
-    while (i > 0 && h->keys[(i - 1) / 2] > key) {
-        h->keys[i] = h->keys[(i - 1) / 2];
-        i = (i - 1) / 2;
+    uint32_t at = 0;
+    for (uint32_t l = N_LEVELS; l-- > 0;) {
+        if (b->bits[l][at] == 0) return TD_NEVER; /* at the top only */
+        at = at * 64 + (uint32_t)__builtin_ctzll(b->bits[l][at]);
     }
-    h->keys[i] = key;
+    return at;
 }
 
-static uint64_t heap_pop(struct heap *h)
+static void put(struct td_bpe_buckets *b, struct symbol *s, uint32_t i)
 {
-    uint64_t top = h->keys[0];
-    h->keys[0] = h->keys[--h->n];
-    if (h->n > 0) sift_down(h, 0);
-    return top;
+    uint32_t p = s[i].priority, down = b->head[p] - 1;
+    b->head[p] = i + 1;
+    s[i].up = NONE;
+    s[i].down = down; /* NONE when it was empty: 0 - 1 */
+    if (down != NONE) {
+        s[down].up = i;
+        return;
+    }
+    for (uint32_t l = 0; l < N_LEVELS; l++, p /= 64) b->bits[l][p / 64] |= UINT64_C(1) << p % 64;
 }
 
-/* Looks up the pair of symbol i with its successor; true if it may merge. */
-static bool pair_up(const struct td_vocab *v, struct symbol *s, uint32_t i)
+static void mark_empty(struct td_bpe_buckets *b, uint32_t p)
 {
+    b->head[p] = 0;
+    for (uint32_t l = 0; l < N_LEVELS; l++, p /= 64)
+        if ((b->bits[l][p / 64] &= ~(UINT64_C(1) << p % 64)) != 0) break;
+}
+
+static void take_out(struct td_bpe_buckets *b, struct symbol *s, uint32_t i)
+{
+    uint32_t up = s[i].up, down = s[i].down;
+    if (up == LOOSE) return;
+    s[i].up = LOOSE;
+    if (down != NONE) s[down].up = up;
+    if (up != NONE)
+        s[up].down = down;
+    else if (down != NONE)
+        b->head[s[i].priority] = down + 1;
+    else
+        mark_empty(b, s[i].priority);
+}
+
+static int by_place(const void *a, const void *b)
+{
+    uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
+    return x < y ? -1 : x > y;
+}
+
+/* Empties a bucket into places, from left to right. Usually it was filled in that order, which the list gives
+ * backwards: only what is out of order is sorted. */
+static uint32_t empty_bucket(struct td_bpe_buckets *b, struct symbol *s, uint32_t p, uint32_t *places,
+                             uint64_t *n_steps)
+{
+    uint32_t n = 0;
+    bool is_falling = true;
+    for (uint32_t i = b->head[p] - 1; i != NONE; i = s[i].down) {
+        is_falling = is_falling && (n == 0 || places[n - 1] > i);
+        s[i].up = LOOSE;
+        places[n++] = i;
+    }
+    mark_empty(b, p);
+    for (uint32_t i = 0; i < n / 2; i++) {
+        uint32_t other = places[n - 1 - i];
+        places[n - 1 - i] = places[i];
+        places[i] = other;
+    }
+    *n_steps += n;
+    if (is_falling) return n;
+    qsort(places, n, sizeof *places, by_place);
+    *n_steps += n * (uint64_t)(32 - __builtin_clz(n));
+    return n;
+}
+
+/* Looks up the pair of symbol i with its successor and puts it where it belongs; returns its priority. */
+static uint32_t pair_up(const struct td_vocab *v, struct td_bpe_buckets *b, struct symbol *s, uint32_t i)
+{
+    take_out(b, s, i);
     s[i].priority = s[i].next == NONE ? TD_NEVER : td_vocab_priority(v, s[i].id, s[s[i].next].id);
-    return s[i].priority != TD_NEVER;
+    if (s[i].priority != TD_NEVER) put(b, s, i);
+    return s[i].priority;
 }
 
-static uint64_t key_of(const struct symbol *s, uint32_t i) { return (uint64_t)s[i].priority << 32 | i; }
+/* Merges symbol i with its successor; returns the lowest priority that came to be. */
+static uint32_t merge_pair(const struct td_vocab *v, struct td_bpe_buckets *b, struct symbol *s, uint32_t i)
+{
+    uint32_t gone = s[i].next, before = s[i].prev;
+    take_out(b, s, gone);
+    s[gone].priority = TD_NEVER;
+    s[i].id = td_vocab_merged(v, s[i].priority);
+    s[i].next = s[gone].next;
+    if (s[i].next != NONE) s[s[i].next].prev = i;
+    uint32_t p = pair_up(v, b, s, i), q = before == NONE ? TD_NEVER : pair_up(v, b, s, before);
+    return p < q ? p : q;
+}
+
+static enum td_status prepare(const struct td_vocab *v, uint32_t n, struct td_bpe_scratch *scratch)
+{
+    size_t need = n * (sizeof(struct symbol) + sizeof(uint32_t));
+    if (scratch->buckets == NULL) scratch->buckets = make_buckets(v->merge_ids != NULL ? v->max_pairs : v->n_ids);
+    if (need > scratch->n_bytes) {
+        free(scratch->memory);
+        scratch->memory = td_calloc(1, need);
+        scratch->n_bytes = scratch->memory == NULL ? 0 : need;
+    }
+    return scratch->memory == NULL || scratch->buckets == NULL ? TD_E_NO_MEMORY : TD_OK;
+}
 
 static enum td_status merge_long(const struct td_vocab *v, const uint8_t *piece, uint32_t n,
                                  struct td_bpe_scratch *scratch, struct td_token_list *out)
 {
-    /* One entry a pair at the start, and each of at most n - 1 merges adds two. */
-    size_t n_keys = (size_t)n * 3;
-    size_t need = n_keys * sizeof(uint64_t) + n * sizeof(struct symbol);
-    if (need > scratch->n_bytes) {
-        td_bpe_scratch_free(scratch);
-        scratch->memory = td_calloc(1, need);
-        if (scratch->memory == NULL) return TD_E_NO_MEMORY;
-        scratch->n_bytes = need;
-    }
-    struct heap h = {.keys = scratch->memory};
-    struct symbol *s = (struct symbol *)(void *)(h.keys + n_keys);
+    enum td_status st = prepare(v, n, scratch);
+    if (st != TD_OK) return st;
+    struct td_bpe_buckets *b = scratch->buckets;
+    struct symbol *s = scratch->memory;
+    uint32_t *places = (uint32_t *)(void *)(s + n);
     for (uint32_t i = 0; i < n; i++) {
-        s[i].id = v->byte_ids[piece[i]];
-        s[i].prev = i == 0 ? NONE : i - 1;
-        s[i].next = i + 1 == n ? NONE : i + 1;
+        s[i] = (struct symbol){.id = v->byte_ids[piece[i]], .prev = i - 1, .next = i + 1, .up = LOOSE, .down = NONE};
+        s[i].priority = i + 1 == n ? TD_NEVER : v->byte_pairs[(uint32_t)piece[i] << 8 | piece[i + 1]];
+        if (s[i].priority != TD_NEVER) put(b, s, i);
     }
-    for (uint32_t i = 0; i < n; i++) {
-        if (pair_up(v, s, i)) h.keys[h.n++] = key_of(s, i);
-    }
-    for (size_t i = h.n / 2; i-- > 0;) sift_down(&h, i);
-    while (h.n > 0) {
-        uint64_t key = heap_pop(&h);
-        uint32_t i = (uint32_t)key;
-        if (s[i].priority != (uint32_t)(key >> 32)) continue;
-        uint32_t gone = s[i].next;
-        s[i].id = td_vocab_merged(v, s[i].priority);
-        s[i].next = s[gone].next;
-        if (s[i].next != NONE) s[s[i].next].prev = i;
-        s[gone].priority = TD_NEVER;
-        if (pair_up(v, s, i)) heap_push(&h, key_of(s, i));
-        uint32_t before = s[i].prev;
-        if (before != NONE && pair_up(v, s, before)) heap_push(&h, key_of(s, before));
+    s[n - 1].next = NONE; /* the first's prev is NONE already: 0 - 1 */
+    for (uint32_t p; (p = lowest_bucket(b)) != TD_NEVER;) {
+        uint32_t n_places = empty_bucket(b, s, p, places, &scratch->n_steps), k = 0;
+        /* A place whose pair has changed since it was taken is in another bucket, or gone. */
+        while (k < n_places) {
+            uint32_t i = places[k++];
+            if (s[i].priority != p || s[i].up != LOOSE) continue;
+            scratch->n_steps += 2; /* pairs */
+            if (merge_pair(v, b, s, i) <= p) break;
+        }
+        /* Only a strange vocabulary has a merge that gives rise to an earlier one: that goes first. */
+        for (; k < n_places; k++)
+            if (s[places[k]].priority == p && s[places[k]].up == LOOSE) put(b, s, places[k]);
     }
     for (uint32_t i = 0; i != NONE; i = s[i].next) td_token_list_push(out, s[i].id);
     return out->failed ? TD_E_NO_MEMORY : TD_OK;

@@ -66,18 +66,38 @@ static void own_text(struct td_buf *to)
     while (to->n > 0 && (to->data[to->n - 1] & 0x80) != 0) to->n--; /* no letter cut in two */
 }
 
+/* A megabyte of a unit again and again, or of letters drawn from n_letters code points from `first` on. */
 static const struct {
     const char *name, *unit;
-} hostile[] = {{"one letter", "a"},
-               {"one capital", "A"},
-               {"spaces", " "},
-               {"line ends", "\n"},
-               {"digits", "7"},
-               {"emoji", "\xf0\x9f\x98\x80"},
-               {"families of emoji", "\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa7"},
-               {"one CJK letter", "\xe7\x9a\x84"},
-               {"CJK letters", "\xe4\xb8\x80\xe4\xb8\x81\xe4\xb8\x83\xe4\xb8\x87\xe4\xb8\x88\xe4\xb8\x89\xe4\xb8\x8a"},
-               {"marks", "!?"}};
+    uint32_t first, n_letters;
+} hostile[] = {{"one letter", "a", 0, 0},
+               {"one capital", "A", 0, 0},
+               {"spaces", " ", 0, 0},
+               {"line ends", "\n", 0, 0},
+               {"digits", "7", 0, 0},
+               {"marks", "!?", 0, 0},
+               {"emoji", "\xf0\x9f\x98\x80", 0, 0},
+               {"families of emoji", "\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa7", 0, 0},
+               {"one CJK letter", "\xe7\x9a\x84", 0, 0},
+               {"CJK letters by chance", NULL, 0x4e00, 3000},
+               {"letters by chance", NULL, 'a', 26}};
+
+static void hostile_text(struct td_buf *to, size_t which)
+{
+    uint32_t r = 1;
+    while (to->n < MEGABYTE) {
+        if (hostile[which].unit != NULL) {
+            td_buf_str(to, hostile[which].unit);
+            continue;
+        }
+        uint32_t c = hostile[which].first + (r = r * 1664525u + 1013904223u) / 4096 % hostile[which].n_letters;
+        if (c >= 0x80) {
+            td_buf_u8(to, (uint8_t)(0xe0 | c >> 12));
+            td_buf_u8(to, (uint8_t)(0x80 | (c >> 6 & 0x3f)));
+        }
+        td_buf_u8(to, (uint8_t)(c >= 0x80 ? 0x80 | (c & 0x3f) : c));
+    }
+}
 
 /* ---- ours ------------------------------------------------------------------------------------------------------ */
 
@@ -241,7 +261,7 @@ int td_bench_tokenizer(int argc, char **argv)
     }
     for (size_t i = 0; i < TD_COUNT(hostile); i++, n++) {
         texts[n] = (struct text){.name = hostile[i].name, .is_hostile = true};
-        while (texts[n].bytes.n < MEGABYTE) td_buf_str(&texts[n].bytes, hostile[i].unit);
+        hostile_text(&texts[n].bytes, i);
     }
     struct td_tokenizer *t = NULL;
     struct td_err err = {{0}};
