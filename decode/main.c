@@ -1,4 +1,5 @@
 /* tandem-decode: owns the KV pages of running sequences and writes their tokens. */
+#include "common/base/log.h"
 #include "common/engine/kv_split.h"
 #include "decode/daemon.h"
 
@@ -11,8 +12,20 @@ static uint32_t sliding_pages(const struct td_worker *w)
 {
     uint32_t window = td_model_config_of(w->model)->window, page = w->cfg.kv_page_tokens;
     uint64_t n = 2ull * w->cfg.max_batch * td_kv_span_pages(window, page) +
-                 td_kv_span_pages(window - 1 + w->cfg.prefill_chunk_tokens, page);
+                 td_kv_span_pages(window - 1 + w->cfg.local_prefill_tokens, page);
     return n < UINT32_MAX ? (uint32_t)n : UINT32_MAX;
+}
+
+/* As many as the flag asks for, or as the sliding pages allow beside the window. */
+static uint32_t local_tokens(const struct td_worker *w)
+{
+    uint32_t window = td_model_config_of(w->model)->window, page = w->cfg.kv_page_tokens;
+    uint32_t n = w->cfg.local_prefill_tokens, n_pages = w->kv_layout[TD_KV_SLIDING].n_pages;
+    while (n > 1 && td_kv_span_pages(window - 1 + n, page) + 1 > n_pages) n /= 2;
+    if (n < w->cfg.local_prefill_tokens)
+        TD_WARN("local_prefill_cut", "--local-prefill-tokens=%u allowed=%u: --kv-bytes holds no more sliding pages",
+                w->cfg.local_prefill_tokens, n);
+    return n;
 }
 
 static enum td_status create_worker(struct td_decode_daemon *d, struct td_err *err)
@@ -26,7 +39,8 @@ static enum td_status create_worker(struct td_decode_daemon *d, struct td_err *e
         .n_vocab = c->vocab,
         .max_context_tokens = w->max_context_tokens,
         .max_batch = w->cfg.max_batch,
-        .chunk_tokens = w->cfg.prefill_chunk_tokens,
+        .chunk_tokens = local_tokens(w),
+        .has_prefix_cache = w->cfg.prefix_cache != 0,
         .return_margin_tokens = RETURN_MARGIN_TOKENS,
         .quarantine_ms = w->cfg.quarantine,
     };
@@ -56,7 +70,7 @@ int main(int argc, char **argv)
     TD_TRY(td_worker_lay_out_kv(w, sliding_pages(w), &err));
     TD_TRY(td_decode_recv_create(&td_xfer_ucx, &w->descriptor.layout, &d.recv));
     TD_TRY(td_worker_open_transfer(w, &xfer, d.recv, &err)); /* and the KV pools */
-    TD_TRY(td_worker_create_engine(w, w->cfg.max_batch + w->cfg.prefill_chunk_tokens, w->cfg.max_batch, &engine, &d,
+    TD_TRY(td_worker_create_engine(w, w->cfg.max_batch + w->cfg.local_prefill_tokens, w->cfg.max_batch, &engine, &d,
                                    &err));
     TD_TRY(create_worker(&d, &err));
     TD_TRY(td_worker_listen(w, &err));

@@ -21,7 +21,7 @@ static void describe_request(const struct td_decode_worker *w, const struct td_d
     uint64_t t = td_decode_now(w);
     uint32_t n_pages[TD_KV_N_GROUPS];
     for (int g = 0; g < TD_KV_N_GROUPS; g++)
-        n_pages[g] = r->state == DS_RESERVED ? r->target.n_pages[g] : r->seq.end[g] - r->seq.first[g];
+        n_pages[g] = (r->state == DS_RESERVED ? r->target.n_pages[g] : 0) + r->seq.end[g] - r->seq.first[g];
     td_buf_printf(out,
                   "{\"request\":\"%s\",\"stream_id\":%" PRIu64 ",\"state\":\"%s\",\"age_ms\":%" PRIu64
                   ",\"state_age_ms\":%" PRIu64 ",\"prompt_tokens\":%u,\"generated_tokens\":%u,\"max_tokens\":%u,"
@@ -60,5 +60,9 @@ void td_decode_worker_describe(const struct td_decode_worker *w, struct td_buf *
     td_rx_describe(w->rx, out);
     td_buf_str(out, ",\"pages\":");
     td_kv_pages_describe(w->kv, out);
+    if (w->prefix != NULL) {
+        td_buf_str(out, ",\"prefix_cache\":");
+        td_kv_prefix_describe(w->prefix, out);
+    }
     td_buf_str(out, "}");
 }

@@ -108,6 +108,7 @@ void td_decode_request_finish(struct td_decode_request *r, Tandem__V1__FinishRea
             .status = st,
             .is_lost = is_lost,
             .is_handoff = r->has_handoff_failed,
+            .cached_tokens = r->prefill == 0 ? r->seq.hit.n_tokens : 0,
             .handoff_bytes = r->handoff_bytes,
             .handoff_us = r->prefill != 0 && r->complete_ns != 0 ? (r->complete_ns - r->started_ns) / 1000 : 0,
             .decode_us = r->complete_ns != 0 ? (t - r->complete_ns) / 1000 : 0,
@@ -138,6 +139,7 @@ void td_decode_request_finish(struct td_decode_request *r, Tandem__V1__FinishRea
         r->reservation = NULL;
         td_rx_end(w->rx, rv); /* no callback touches the owner from here on */
     }
+    td_decode_seq_drop(&r->seq, w->sched); /* what it shared */
     free_request(r);
 }
 
@@ -195,13 +197,20 @@ static enum td_status reserve(struct td_decode_worker *w, struct td_decode_reque
     /* With tokens of its own it was somewhere before. */
     uint32_t margin = r->req.n_tokens > r->req.n_prompt ? w->o.return_margin_tokens : 0;
     if (margin > r->req.n_tokens_max - r->req.n_tokens) margin = r->req.n_tokens_max - r->req.n_tokens;
-    st = td_decode_sched_room(w->sched, r->req.n_tokens, is_local, w->n_requests - 1, margin);
+    td_decode_seq_find(&r->seq, w->sched, is_local);
+    st = td_decode_sched_room(w->sched, r->req.n_tokens, is_local, &r->seq.hit, w->n_requests - 1, margin);
+    if (st == TD_E_NO_PAGES && r->seq.hit.has_copy && w->n_requests == 1) {
+        /* Nobody else is here whose end could make room: the page to copy from is what is in the way. */
+        td_decode_seq_forget(&r->seq, w->sched);
+        st = td_decode_sched_room(w->sched, r->req.n_tokens, is_local, &r->seq.hit, 0, 0);
+    }
     if (st == TD_E_TOO_LARGE)
         return td_err_set(err, st, "token_ids: the KV of %u tokens never fits into this worker's pages",
                           r->req.n_tokens);
     if (st != TD_OK) return td_err_set(err, st, "%s", td_status_text(st));
     if (is_local) return TD_OK;
-    st = td_rx_reserve(w->rx, r->prefill, r->req.n_tokens, 0, r->req.id, r, &r->reservation, &r->target);
+    st = td_rx_reserve(w->rx, r->prefill, r->req.n_tokens, r->seq.hit.n_tokens, r->req.id, r, &r->reservation,
+                       &r->target);
     r->has_handoff_failed = st == TD_E_PEER_LOST;
     return st == TD_OK ? TD_OK : td_err_set(err, st, "%s", td_status_text(st));
 }
@@ -254,6 +263,7 @@ void td_decode_request_start(struct td_decode_worker *w, struct td_decode_stream
         return;
     }
     td_metric_add(TD_M_prompt_tokens, r->req.n_prompt);
+    if (w->prefix != NULL) td_kv_prefix_count(&r->seq.hit);
     set_deadline(r);
     if (r->reservation != NULL) {
         set_state(r, DS_RESERVED);
@@ -364,7 +374,7 @@ static void rx_ready(void *self, struct td_rx_reservation *rv, const struct td_r
     for (int g = 0; g < TD_KV_N_GROUPS; g++)
         td_decode_seq_take_pages(&r->seq, (enum td_kv_group)g, r->target.first_block[g], r->target.n_pages[g],
                                  r->target.pages[g]);
-    r->seq.n_cached = r->req.n_tokens;
+    td_decode_seq_filled(&r->seq, w->sched);
     Tandem__V1__FinishReason reason = td_token_request_append(&r->req, c->first_token);
     set_state(r, DS_QUEUED);
     td_decode_sched_add(w->sched, &r->seq);
@@ -382,6 +392,7 @@ static void rx_failed(void *self, struct td_rx_reservation *rv, enum td_status s
     r->reservation = NULL; /* its pages go back on their own */
     if (st == TD_E_CANCELED) {
         set_state(r, DS_OVER);
+        td_decode_seq_drop(&r->seq, w->sched);
     } else {
         r->has_handoff_failed = true;
         td_decode_request_lose(r, st, why);

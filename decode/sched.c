@@ -5,6 +5,7 @@
 #include "common/base/check.h"
 #include "common/base/mem.h"
 #include "common/engine/kv_split.h"
+#include "common/metrics/metrics.h"
 
 struct td_decode_sched {
     struct td_decode_sched_options o;
@@ -15,6 +16,7 @@ struct td_decode_sched {
     bool is_in_flight, has_stalled;
     struct td_batch step;
     struct td_segment *segments; /* max_batch of them; user: the sequence */
+    struct td_page_copy *copies; /* a pair for each of them */
 };
 
 enum td_status td_decode_sched_create(const struct td_decode_sched_options *o, struct td_kv_pages *kv,
@@ -23,8 +25,9 @@ enum td_status td_decode_sched_create(const struct td_decode_sched_options *o, s
     struct td_decode_sched *s = td_calloc(1, sizeof *s);
     if (s == NULL) return TD_E_NO_MEMORY;
     s->segments = td_calloc(o->max_batch, sizeof *s->segments);
-    if (s->segments == NULL) {
-        free(s);
+    s->copies = td_calloc(o->max_batch, TD_KV_N_GROUPS * sizeof *s->copies);
+    if (s->segments == NULL || s->copies == NULL) {
+        td_decode_sched_destroy(s);
         return TD_E_NO_MEMORY;
     }
     s->o = *o;
@@ -40,6 +43,7 @@ void td_decode_sched_destroy(struct td_decode_sched *s)
 {
     if (s == NULL) return;
     free(s->segments);
+    free(s->copies);
     free(s);
 }
 
@@ -67,12 +71,15 @@ void td_decode_sched_need(const struct td_decode_sched *s, uint32_t n_tokens, bo
 }
 
 enum td_status td_decode_sched_room(const struct td_decode_sched *s, uint32_t n_tokens, bool is_local,
-                                    uint32_t n_others, uint32_t n_margin)
+                                    const struct td_kv_hit *hit, uint32_t n_others, uint32_t n_margin)
 {
     uint32_t need[TD_KV_N_GROUPS];
     td_decode_sched_need(s, n_tokens, is_local, need);
     for (int g = 0; g < TD_KV_N_GROUPS; g++)
         if (need[g] > td_kv_pages_n_total(s->kv, (enum td_kv_group)g)) return TD_E_TOO_LARGE;
+    uint32_t shared[TD_KV_N_GROUPS] = {
+        [TD_KV_SLIDING] = hit->n_blocks - hit->first_sliding, [TD_KV_FULL] = hit->n_blocks};
+    for (int g = 0; g < TD_KV_N_GROUPS; g++) need[g] -= shared[g] < need[g] ? shared[g] : need[g];
     /* Alone it would wait for nobody. */
     if (n_others > 0) need[TD_KV_FULL] += td_kv_span_pages(n_margin, s->o.kv[TD_KV_FULL].page_tokens);
     for (int g = 0; g < TD_KV_N_GROUPS; g++)
@@ -93,6 +100,7 @@ enum td_status td_decode_seq_init(struct td_decode_seq *q, const struct td_decod
             td_decode_seq_deinit(q);
             return TD_E_NO_MEMORY;
         }
+        for (uint32_t b = 0; b <= req->n_tokens_max / s->o.kv[g].page_tokens; b++) q->pages[g][b] = TD_NO_PAGE;
     }
     return TD_OK;
 }
@@ -109,8 +117,8 @@ void td_decode_seq_deinit(struct td_decode_seq *q)
 void td_decode_seq_take_pages(struct td_decode_seq *q, enum td_kv_group g, uint32_t first_block, uint32_t n_pages,
                               const uint32_t *pages)
 {
-    TD_CHECK(q->first[g] == q->end[g]);
-    q->first[g] = first_block;
+    if (q->first[g] == q->end[g]) q->first[g] = q->end[g] = first_block;
+    TD_CHECK(q->end[g] == first_block);
     q->end[g] = first_block + n_pages;
     for (uint32_t i = 0; i < n_pages; i++) q->pages[g][first_block + i] = pages[i];
 }
@@ -123,9 +131,50 @@ static void free_blocks(struct td_decode_sched *s, struct td_decode_seq *q, enum
     }
 }
 
+void td_decode_seq_drop(struct td_decode_seq *q, const struct td_decode_sched *s)
+{
+    if (s->o.prefix != NULL) td_kv_prefix_copied(s->o.prefix, &q->hit);
+    for (int g = 0; g < TD_KV_N_GROUPS; g++)
+        while (q->end[g] > q->first[g]) { /* the last first: a block is known as long as those before it are */
+            q->end[g]--;
+            td_kv_pages_unref(s->kv, (enum td_kv_group)g, q->pages[g][q->end[g]]);
+            q->pages[g][q->end[g]] = TD_NO_PAGE;
+        }
+    q->n_cached = 0;
+}
+
+void td_decode_seq_find(struct td_decode_seq *q, const struct td_decode_sched *s, bool is_local)
+{
+    if (s->o.prefix == NULL) return;
+    (is_local ? td_kv_prefix_find_compute : td_kv_prefix_find_receive)(s->o.prefix, q->req->tokens, q->req->n_tokens,
+                                                                       q->req->id, q->pages, &q->hit);
+    q->end[TD_KV_FULL] = q->end[TD_KV_SLIDING] = q->hit.n_blocks;
+    q->first[TD_KV_SLIDING] = q->hit.first_sliding;
+    if (is_local) q->n_cached = q->hit.n_tokens;
+}
+
+void td_decode_seq_forget(struct td_decode_seq *q, const struct td_decode_sched *s)
+{
+    td_decode_seq_drop(q, s);
+    for (int g = 0; g < TD_KV_N_GROUPS; g++) q->first[g] = q->end[g] = 0;
+    q->hit = (struct td_kv_hit){.chain.prompt_blocks = q->req->n_tokens / s->o.kv[TD_KV_FULL].page_tokens};
+}
+
+static void enter(const struct td_decode_sched *s, struct td_decode_seq *q)
+{
+    const uint32_t *const pages[] = {q->pages[TD_KV_SLIDING], q->pages[TD_KV_FULL]};
+    if (s->o.prefix != NULL) td_kv_prefix_enter(s->o.prefix, &q->hit.chain, q->req->tokens, q->n_cached, pages);
+}
+
+void td_decode_seq_filled(struct td_decode_seq *q, const struct td_decode_sched *s)
+{
+    q->n_cached = q->req->n_tokens;
+    enter(s, q);
+}
+
 static void release(struct td_decode_sched *s, struct td_decode_seq *q)
 {
-    for (int g = 0; g < TD_KV_N_GROUPS; g++) free_blocks(s, q, (enum td_kv_group)g, q->end[g]);
+    td_decode_seq_drop(q, s);
     s->owner.released(s->owner.self, q);
 }
 
@@ -225,6 +274,9 @@ static enum growth grow(struct td_decode_sched *s, struct td_decode_seq *q, uint
         enum growth gr = grow_group(s, q, (enum td_kv_group)g, (q->n_cached + n - 1) / l->page_tokens + 1);
         if (gr != GROWN) return gr;
     }
+    uint32_t n_sliding = q->end[TD_KV_SLIDING] - q->first[TD_KV_SLIDING];
+    if (n_sliding > td_metric_value(TD_M_sequence_sliding_pages_max))
+        td_metric_set(TD_M_sequence_sliding_pages_max, n_sliding);
     return GROWN;
 }
 
@@ -264,15 +316,19 @@ struct td_batch *td_decode_sched_plan(struct td_decode_sched *s)
         /* Behind others it waits its turn elsewhere; the oldest of all has nobody left to wait for. */
         if (gr == GIVES_UP) s->owner.no_pages(s->owner.self, q, it != s->batch.next);
     }
-    uint32_t n = 0;
+    uint32_t n = 0, n_copies = 0;
     TD_LIST_FOREACH (it, &s->batch) {
         struct td_decode_seq *q = TD_LIST_ENTRY(it, struct td_decode_seq, link);
         if (q->n_step == 0) continue;
         fill_segment(q, &s->segments[n++]);
+        for (int g = 0; g < TD_KV_N_GROUPS && q->hit.has_copy; g++)
+            s->copies[n_copies++] =
+                (struct td_page_copy){(enum td_kv_group)g, q->hit.copy_from[g], q->pages[g][q->hit.n_blocks]};
         q->is_in_flight = true;
     }
     if (n == 0) return NULL;
-    s->step = (struct td_batch){.segments = s->segments, .n_segments = n, .user = s};
+    s->step = (struct td_batch){
+        .segments = s->segments, .n_segments = n, .copies = s->copies, .n_copies = n_copies, .user = s};
     s->is_in_flight = true;
     return &s->step;
 }
@@ -294,6 +350,8 @@ void td_decode_sched_done(struct td_decode_sched *s, enum td_status st)
             continue;
         }
         q->n_cached += q->n_step;
+        if (s->o.prefix != NULL) td_kv_prefix_copied(s->o.prefix, &q->hit);
+        enter(s, q);
         if (seg->want_token) s->owner.drew(s->owner.self, q, seg);
     }
 }

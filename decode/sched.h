@@ -14,6 +14,7 @@
 #include "common/base/status.h"
 #include "common/engine/batch.h"
 #include "common/engine/kv_pages.h"
+#include "common/engine/kv_prefix.h"
 #include "common/engine/request.h"
 
 /* Lives in its request. All zero before td_decode_seq_init. */
@@ -23,6 +24,7 @@ struct td_decode_seq {
     uint32_t *pages[TD_KV_N_GROUPS];                     /* by block (position / page_tokens) */
     uint32_t first[TD_KV_N_GROUPS], end[TD_KV_N_GROUPS]; /* blocks held */
     uint32_t n_cached;                                   /* positions whose KV is in pages */
+    struct td_kv_hit hit;                                /* what the prefix cache knew of it */
     uint32_t n_step;                                     /* tokens in the step being planned or in flight */
     bool is_queued, is_in_batch, is_in_flight;
     struct td_list link;
@@ -44,8 +46,9 @@ struct td_decode_sched_owner {
 struct td_decode_sched_options {
     struct td_kv_group_layout kv[TD_KV_N_GROUPS];
     uint32_t window_tokens;
-    uint32_t max_batch;    /* sequences in a step */
-    uint32_t chunk_tokens; /* prompt tokens in a step, of all sequences that prefill here */
+    struct td_kv_prefix *prefix; /* NULL: no cache */
+    uint32_t max_batch;          /* sequences in a step */
+    uint32_t chunk_tokens;       /* prompt tokens in a step, of all sequences that prefill here */
 };
 
 struct td_decode_sched;
@@ -57,15 +60,25 @@ void td_decode_sched_destroy(struct td_decode_sched *s); /* its sequences were r
 void td_decode_sched_need(const struct td_decode_sched *s, uint32_t n_tokens, bool is_local,
                           uint32_t need[TD_KV_N_GROUPS]);
 /* Enough free pages for that, with one left for each of the n_others that may grow meanwhile, and for n_margin tokens
- * more: what gave way once should not do so again at once. NO_PAGES: not now. TOO_LARGE: never. */
+ * more: what gave way once should not do so again at once. hit: of the pages that are needed it holds some already.
+ * NO_PAGES: not now. TOO_LARGE: never. */
 enum td_status td_decode_sched_room(const struct td_decode_sched *s, uint32_t n_tokens, bool is_local,
-                                    uint32_t n_others, uint32_t n_margin);
+                                    const struct td_kv_hit *hit, uint32_t n_others, uint32_t n_margin);
 
 enum td_status td_decode_seq_init(struct td_decode_seq *q, const struct td_decode_sched *s,
                                   struct td_token_request *req, uint64_t born_ns, uint64_t order);
 void td_decode_seq_deinit(struct td_decode_seq *q); /* holds no pages */
 bool td_decode_seq_is_older(const struct td_decode_seq *a, const struct td_decode_seq *b);
-/* Takes over pages of blocks first_block .. (their counts too), before the sequence is added. */
+/* Shares what the cache knows of the sequence's tokens: q->hit, pages. is_local: to compute the rest here, which begins
+ * behind it. Before anything else is taken. */
+void td_decode_seq_find(struct td_decode_seq *q, const struct td_decode_sched *s, bool is_local);
+/* Gives everything back that it shares or has taken; not added, or removed. */
+void td_decode_seq_drop(struct td_decode_seq *q, const struct td_decode_sched *s);
+/* As if the cache had known nothing: after a find, before anything else is taken. */
+void td_decode_seq_forget(struct td_decode_seq *q, const struct td_decode_sched *s);
+/* All tokens' KV is in pages: enters what is whole into the cache. */
+void td_decode_seq_filled(struct td_decode_seq *q, const struct td_decode_sched *s);
+/* Takes over pages of blocks first_block .. (their counts too), right behind those it shares, before it is added. */
 void td_decode_seq_take_pages(struct td_decode_seq *q, enum td_kv_group g, uint32_t first_block, uint32_t n_pages,
                               const uint32_t *pages);
 

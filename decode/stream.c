@@ -17,6 +17,7 @@ struct td_decode_pending_token {
 
 struct td_decode_pending_reserved {
     uint64_t stream_id, incarnation, generation, lowest_live_generation;
+    uint32_t cached_tokens;
     uint32_t first_block[TD_KV_N_GROUPS], n_pages[TD_KV_N_GROUPS];
     uint32_t *pages; /* of both groups, one after the other: the reservation may be gone before this is sent */
 };
@@ -140,6 +141,7 @@ void td_decode_stream_reserved(struct td_decode_stream *s, uint64_t stream_id, u
         .incarnation = incarnation,
         .generation = target->generation,
         .lowest_live_generation = target->lowest_live_generation,
+        .cached_tokens = target->cached_tokens,
         .pages = pages,
     };
     for (int g = 0; g < TD_KV_N_GROUPS; g++) {
@@ -215,6 +217,7 @@ static bool put_reserved(struct td_decode_stream *s, Tandem__V1__DecodeEvents *e
         out->target.incarnation = r->incarnation;
         out->target.generation = r->generation;
         out->target.lowest_live_generation = r->lowest_live_generation;
+        out->target.cached_tokens = r->cached_tokens;
         out->target.sliding = &out->lists[TD_KV_SLIDING];
         out->target.full = &out->lists[TD_KV_FULL];
         out->msg = (Tandem__V1__DecodeReserved)TANDEM__V1__DECODE_RESERVED__INIT;
@@ -249,6 +252,7 @@ static bool put_finished(struct td_decode_stream *s, Tandem__V1__DecodeEvents *e
         out->transport = f->transport;
         out->is_lost = f->is_lost;
         out->is_handoff = f->is_handoff;
+        out->cached_tokens = f->cached_tokens;
         m->finished_ptrs[i] = out;
     }
     ev->n_finished = s->n_finished;

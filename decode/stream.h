@@ -18,6 +18,7 @@ struct td_decode_finish {
     Tandem__V1__FinishReason reason;
     enum td_status status;
     bool is_lost, is_handoff;
+    uint32_t cached_tokens;
     uint64_t handoff_bytes, handoff_us, decode_us;
     char transport[16], message[512];
 };

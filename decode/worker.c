@@ -26,6 +26,8 @@ static void set_gauges(const struct td_decode_worker *w)
 {
     td_metric_set(TD_M_kv_pages_free_sliding, td_kv_pages_n_free(w->kv, TD_KV_SLIDING));
     td_metric_set(TD_M_kv_pages_free_full, td_kv_pages_n_free(w->kv, TD_KV_FULL));
+    td_metric_set(TD_M_kv_pages_cached_sliding, td_kv_pages_n_kept(w->kv, TD_KV_SLIDING));
+    td_metric_set(TD_M_kv_pages_cached_full, td_kv_pages_n_kept(w->kv, TD_KV_FULL));
     td_metric_set(TD_M_sequences_running, td_decode_sched_n_running(w->sched));
     td_metric_set(TD_M_sequences_waiting, td_decode_sched_n_queued(w->sched) + w->n_reserved);
 }
@@ -261,8 +263,11 @@ enum td_status td_decode_worker_create(const struct td_decode_worker_options *o,
     td_list_init(&w->requests);
     td_list_init(&w->streams);
     w->stall_timer.fire = on_stall_timer;
-    struct td_decode_sched_options so = {
-        .window_tokens = o->window_tokens, .max_batch = o->max_batch, .chunk_tokens = o->chunk_tokens};
+    if (o->has_prefix_cache) TD_TRY(td_kv_prefix_create(o->kv, o->window_tokens, kv, &w->prefix));
+    struct td_decode_sched_options so = {.prefix = w->prefix,
+                                         .window_tokens = o->window_tokens,
+                                         .max_batch = o->max_batch,
+                                         .chunk_tokens = o->chunk_tokens};
     struct td_rx_options ro = {
         .incarnation = o->incarnation,
         .address = o->xfer_address,
@@ -306,5 +311,6 @@ void td_decode_worker_destroy(struct td_decode_worker *w)
     w->ports.env->timer_stop(w->ports.env, &w->stall_timer);
     td_rx_destroy(w->rx);
     td_decode_sched_destroy(w->sched);
+    td_kv_prefix_destroy(w->prefix);
     free(w);
 }

@@ -43,6 +43,7 @@ struct td_decode_worker_options {
     uint32_t window_tokens, n_ranks, n_vocab, max_context_tokens;
     uint32_t max_batch, chunk_tokens;
     uint32_t return_margin_tokens; /* beyond its tokens, for a request that was running elsewhere or here before */
+    bool has_prefix_cache;
     uint32_t quarantine_ms;
 };
 

@@ -51,6 +51,7 @@ struct td_decode_worker {
     struct td_decode_ports ports;
     struct td_kv_pages *kv;
     struct td_rx *rx;
+    struct td_kv_prefix *prefix; /* NULL: no cache */
     struct td_decode_sched *sched;
     struct td_list requests, streams;
     uint32_t n_requests; /* not LEAVING */

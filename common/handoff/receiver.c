@@ -371,6 +371,7 @@ enum td_status td_rx_reserve(struct td_rx *rx, uint64_t prefill, uint32_t n_toke
     *target_out = (struct td_rx_target){
         .generation = r->generation,
         .lowest_live_generation = td_rx_lowest_live_generation(rx),
+        .cached_tokens = cached_tokens,
     };
     for (int g = 0; g < TD_KV_N_GROUPS; g++) {
         target_out->first_block[g] = r->first_block[g];

@@ -55,6 +55,7 @@ void td_rx_destroy(struct td_rx *rx);
 /* What the router is told (worker.proto KvTarget). Arrays are the reservation's. */
 struct td_rx_target {
     uint64_t generation, lowest_live_generation;
+    uint32_t cached_tokens;
     uint32_t first_block[TD_KV_N_GROUPS], n_pages[TD_KV_N_GROUPS];
     const uint32_t *pages[TD_KV_N_GROUPS];
 };

@@ -47,12 +47,13 @@ enum td_status td_wire_decode(uint8_t id, const void *data, size_t n, struct td_
 const char *td_wire_name(uint8_t id); /* "COMPLETE"; "?" */
 
 /* Which blocks of a group travel for a prompt of n_tokens of which the receiver holds the first cached_tokens: [*first,
- * *end). Full layers: blocks that are not wholly cached; sliding layers: those that the next token can still see. */
+ * *end). Full layers: blocks that are not wholly cached; sliding layers: of those only what the next token can still
+ * see. A receiver that says cached also holds the blocks before that which the next token sees. */
 static inline void td_handoff_blocks(const struct td_kv_group_layout *g, enum td_kv_group which, uint32_t window,
                                      uint32_t n_tokens, uint32_t cached_tokens, uint32_t *first, uint32_t *end)
 {
     td_kv_blocks(g, which, window, n_tokens, first, end);
-    if (which == TD_KV_FULL) *first = cached_tokens / g->page_tokens;
+    if (*first < cached_tokens / g->page_tokens) *first = cached_tokens / g->page_tokens;
     if (*first > *end) *first = *end;
 }
 

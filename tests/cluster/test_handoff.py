@@ -7,29 +7,109 @@ import time
 import grpc
 import pytest
 
-from conftest import (GOLDENS, IS_SANITIZED, MODEL, PATIENCE, collect, expect_golden, free_pages, golden, metric_labels, wait_until)
+from conftest import (GOLDENS, Fleet, IS_SANITIZED, MODEL, PATIENCE, collect, expect_golden, free_pages, golden, metric_labels, wait_until)
 
 CONFIG = json.loads((MODEL / "config.json").read_text())
 PAGE = 64
 SECOND = 1.0 if not IS_SANITIZED else 10.0    # within which pages come back
 
 
-def closed_form(n_tokens, bytes_per_element=2):
-    """Whole pages; full layers: all of them; sliding layers: those that meet positions [n - 127, n - 1]."""
+def closed_form(n_tokens, cached=0, bytes_per_element=2):
+    """Whole pages; full layers: all of them; sliding layers: those that meet positions [n - 127, n - 1]; of both only what
+    the decode worker does not hold already."""
     layers = CONFIG["num_hidden_layers"]
     page = 2 * PAGE * CONFIG["num_key_value_heads"] * CONFIG["head_dim"] * bytes_per_element
     end = -(-n_tokens // PAGE)
     first = max(0, n_tokens - (CONFIG["sliding_window"] - 1)) // PAGE
-    return page * (layers // 2 * end + layers // 2 * (end - first))
+    return page * (layers // 2 * (end - cached // PAGE) + layers // 2 * (end - max(first, cached // PAGE)))
+
+
+COLD = ("--prefix-cache", "0")
+
+
+@pytest.fixture(scope="module")
+def cold_fleet(tmp_path_factory):
+    """Nothing is remembered: every byte is computed and moved anew."""
+    f = Fleet(tmp_path_factory.mktemp("cold"), prefill_flags=COLD, decode_flags=COLD)
+    yield f
+    f.close()
 
 
 @pytest.mark.parametrize("prompt", GOLDENS["prompts"], ids=lambda p: p["name"])
-def test_bytes_moved_equal_the_closed_form(client, fleet, prompt):
+def test_bytes_moved_equal_the_closed_form(cold_fleet, prompt):
+    fleet, client = cold_fleet, cold_fleet.client()
     before = fleet.prefill[0].metrics()["tandem_handoff_bytes_total"], fleet.decode[0].metrics()["tandem_handoff_bytes_total"]
     out = client.generate(tokens=prompt["ids"], max_tokens=3, ignore_eos=True)
     assert out.timing.handoff_bytes == closed_form(len(prompt["ids"]))
     after = fleet.prefill[0].metrics()["tandem_handoff_bytes_total"], fleet.decode[0].metrics()["tandem_handoff_bytes_total"]
     assert [b - a for a, b in zip(before, after)] == [closed_form(len(prompt["ids"]))] * 2
+    client.close()
+
+
+def test_a_long_prompt_holds_the_sliding_pages_of_its_window_and_chunk_only(new_fleet):
+    """20,000 tokens: in the prefill worker chunk by chunk, in the decode worker as it arrives and grows."""
+    chunk, window, n = 512, CONFIG["sliding_window"], 20000
+    flags = ("--prefill-chunk-tokens", str(chunk))
+    fleet = new_fleet(prefill_flags=flags, decode_flags=("--max-batch", "4"))
+    client = fleet.client()
+    ids = [(i * i + 7 * i) % 2000 for i in range(n)]
+    out = client.generate(tokens=ids, max_tokens=70, ignore_eos=True, timeout=400)
+    assert len(out.ids) == 70 and out.timing.handoff_bytes == closed_form(n)
+
+    def span(positions):            # pages that so many positions in a row meet at most
+        return 1 + -(-(positions - 1) // PAGE)
+    most = [w.metrics()["tandem_sequence_sliding_pages_max"] for w in (fleet.prefill[0], fleet.decode[0])]
+    assert 0 < most[0] <= span(window - 1 + chunk) and 0 < most[1] <= span(window)
+    wait_until("pages are back", lambda: free_pages(fleet.decode[0]) == total_pages(fleet.decode[0]), 5)
+    assert free_pages(fleet.prefill[0]) == total_pages(fleet.prefill[0])
+    client.close()
+
+
+def total_pages(worker):
+    m = worker.metrics()
+    return m["tandem_kv_pages_total_sliding"], m["tandem_kv_pages_total_full"]
+
+
+def test_the_second_turn_computes_and_moves_what_is_new(new_fleet):
+    """A conversation against the same fleet turn by turn and against one that remembers nothing: equal tokens."""
+    warm, cold = new_fleet(), new_fleet(prefill_flags=COLD, decode_flags=COLD)
+    clients = warm.client(), cold.client()
+    history = list(golden("text of 500 tokens")["ids"])
+    known = held = 0                # whole pages in the prefill worker, in the decode worker
+    for turn in range(4):
+        before = [w.metrics() for w in (warm.prefill[0], warm.decode[0])]
+        outs = [c.generate(tokens=history, max_tokens=90, ignore_eos=True, temperature=1.0, sampling={"seed": 5 + turn}) for c in clients]
+        after = [w.metrics() for w in (warm.prefill[0], warm.decode[0])]
+        assert outs[0].ids == outs[1].ids
+        n = len(history)
+        assert known <= outs[0].usage.cached_tokens < known + PAGE and outs[1].usage.cached_tokens == 0
+        assert outs[0].timing.handoff_bytes == closed_form(n, held) and outs[1].timing.handoff_bytes == closed_form(n)
+        hits = [b["tandem_prefix_hit_tokens_total"] - a["tandem_prefix_hit_tokens_total"] for a, b in zip(before, after)]
+        assert hits == [outs[0].usage.cached_tokens, held]
+        assert all(b["tandem_prefix_lookups_total"] - a["tandem_prefix_lookups_total"] == 1 for a, b in zip(before, after))
+        known, held = n // PAGE * PAGE, (n + 89) // PAGE * PAGE
+        history += outs[0].ids + golden("counting")["ids"][:37]
+    assert cold.prefill[0].metrics()["tandem_prefix_lookups_total"] == 0
+    for c in clients:
+        c.close()
+
+
+def test_a_lost_decode_worker_costs_a_transfer_not_a_prefill(new_fleet):
+    fleet = new_fleet()
+    client = fleet.client()
+    prompt = golden("text of 1900 tokens")
+    first = client.generate(tokens=prompt["ids"], max_tokens=8)
+    fleet.decode[0].kill()
+    fleet.decode.append(fleet.add("decode", "decode-new"))
+    fleet.wait_workers(1, 1)
+    before = fleet.prefill[0].metrics()
+    again = client.generate(tokens=prompt["ids"], max_tokens=8)
+    after = fleet.prefill[0].metrics()
+    n = len(prompt["ids"])
+    assert again.ids == first.ids
+    assert again.timing.handoff_bytes == closed_form(n)
+    assert after["tandem_prefix_hit_tokens_total"] - before["tandem_prefix_hit_tokens_total"] >= n // PAGE * PAGE
+    client.close()
 
 
 def test_transport_is_a_metric_and_is_one_sided(client, fleet):
@@ -52,7 +132,7 @@ def test_no_kv_is_sent_when_the_first_token_ends_the_request(client, fleet):
 
 def test_puts_overlap_with_compute(new_fleet):
     """With 5 ms a layer, at most one layer's bytes remain when the last layer is done."""
-    fleet = new_fleet(prefill_flags=("--layer-delay", "5"))
+    fleet = new_fleet(prefill_flags=("--layer-delay", "5", *COLD), decode_flags=COLD)
     client = fleet.client()
     prompt = golden("text of 1900 tokens")["ids"]
     client.generate(tokens=prompt, max_tokens=2)
@@ -69,7 +149,7 @@ def test_puts_overlap_with_compute(new_fleet):
 
 def slow_fleet(new_fleet):
     """A fleet whose prefill takes 20 ms a layer, so that a hand-off can be met in its middle; warmed up."""
-    fleet = new_fleet(prefill_flags=("--layer-delay", "20"))
+    fleet = new_fleet(prefill_flags=("--layer-delay", "20", *COLD), decode_flags=COLD)
     client = fleet.client()
     prompt = golden("text of 1900 tokens")
     client.generate(tokens=prompt["ids"], max_tokens=2)

@@ -33,6 +33,7 @@ enum { PAGE = 4, WINDOW = 8, VOCAB = 64, CONTEXT = 60, MAX_PAGES = 512, MAX_IDS 
 struct told { /* about one stream_id */
     bool has_start, is_reserved;
     uint64_t generation;
+    uint32_t cached, n_cached_here; /* told with the reservation; with the end */
     uint32_t first_block[TD_KV_N_GROUPS], n_pages[TD_KV_N_GROUPS], pages[TD_KV_N_GROUPS][32];
     uint32_t tokens[CONTEXT + 1], n_tokens;
     unsigned n_finished;
@@ -144,7 +145,13 @@ static void compute(struct world *w, struct td_segment *s)
         uint32_t first = g == TD_KV_SLIDING && s->start >= WINDOW - 1 ? s->start - (WINDOW - 1) : 0;
         for (uint32_t p = first; p < s->start; p++)
             assert_int_equal(*cell(w, g, &s->table[g], p), (s->tokens - s->start)[p] + 1);
-        for (uint32_t i = 0; i < s->n_tokens; i++) *cell(w, g, &s->table[g], s->start + i) = s->tokens[i] + 1;
+        for (uint32_t i = 0; i < s->n_tokens; i++) {
+            uint32_t *c = cell(w, g, &s->table[g], s->start + i);
+            uint32_t page = s->table[g].pages[(s->start + i) / PAGE - s->table[g].first_block];
+            assert_int_equal(td_kv_pages_refs(w->pages, (enum td_kv_group)g, page),
+                             1); /* nobody shares what is written */
+            *c = s->tokens[i] + 1;
+        }
     }
     if (!s->want_token) return;
     assert_int_equal(s->n_history, s->start + s->n_tokens);
@@ -183,6 +190,12 @@ static bool step(struct world *w, enum td_status st)
     w->batch = NULL;
     w->n_steps++;
     w->n_segments_last = b->n_segments;
+    for (uint32_t i = 0; i < b->n_copies && st == TD_OK; i++) {
+        const struct td_page_copy *c = &b->copies[i];
+        assert_int_equal(td_kv_pages_refs(w->pages, c->group, c->to), 1); /* about to be written */
+        assert_true(td_kv_pages_refs(w->pages, c->group, c->from) >= 1);
+        memcpy(w->memory[c->group][c->to], w->memory[c->group][c->from], sizeof w->memory[0][0]);
+    }
     if (st == TD_OK)
         for (uint32_t i = 0; i < b->n_segments; i++) compute(w, &b->segments[i]);
     w->now_ns += 1000000;
@@ -211,6 +224,7 @@ static enum td_status w_send(void *self, void *call, const Tandem__V1__DecodeEve
         assert_int_equal(k->incarnation, DECODE_ID);
         t->is_reserved = true;
         t->generation = k->generation;
+        t->cached = k->cached_tokens;
         const Tandem__V1__PageList *lists[] = {k->sliding, k->full};
         for (int g = 0; g < TD_KV_N_GROUPS; g++) {
             t->first_block[g] = lists[g]->first_block;
@@ -240,6 +254,7 @@ static enum td_status w_send(void *self, void *call, const Tandem__V1__DecodeEve
         snprintf(t->message, sizeof t->message, "%s", f->message);
         t->is_lost = f->is_lost;
         t->handoff_bytes = f->handoff_bytes;
+        t->n_cached_here = f->cached_tokens;
     }
     return TD_OK;
 }
@@ -284,6 +299,7 @@ struct ask {
     uint64_t timeout_us, age_us, prefill; /* prefill 0: PREFILL_ID */
     bool is_local, no_stop;
     uint32_t salt;
+    const uint32_t *tokens; /* NULL: made up */
 };
 static struct told *start(struct world *w, unsigned r, uint64_t id, struct ask a)
 {
@@ -291,6 +307,7 @@ static struct told *start(struct world *w, unsigned r, uint64_t id, struct ask a
     t->has_start = true;
     t->n_prompt = a.n_prompt + a.n_generated;
     for (uint32_t i = 0; i < t->n_prompt; i++) t->prompt[i] = (i * 7 + (uint32_t)id * 3 + a.salt + 1) % 60;
+    if (a.tokens != NULL) memcpy(t->prompt, a.tokens, t->n_prompt * sizeof t->prompt[0]);
     if (a.last != 0) t->prompt[t->n_prompt - 1] = a.last;
     char name[16];
     snprintf(name, sizeof name, "r%u-%u", r, (unsigned)id);
@@ -373,7 +390,7 @@ static void complete_from(struct world *w, uint64_t prefill, struct told *t)
         (struct td_wire){.generation = t->generation,
                          .first_token = next_token(t->prompt, t->n_prompt),
                          .n_ranks = 1,
-                         .kv_bytes = {td_handoff_bytes(w->kv, WINDOW, t->n_prompt, 0)}});
+                         .kv_bytes = {td_handoff_bytes(w->kv, WINDOW, t->n_prompt, t->cached)}});
 }
 static void complete(struct world *w, struct told *t) { complete_from(w, PREFILL_ID, t); }
 
@@ -405,6 +422,7 @@ static void w_broken(void *self, enum td_status st, const char *why)
 
 struct shape {
     uint32_t n_sliding, n_full, max_batch, chunk, margin;
+    bool has_no_cache;
 };
 static struct world *make_world(struct shape s)
 {
@@ -421,6 +439,7 @@ static struct world *make_world(struct shape s)
                                          .max_context_tokens = CONTEXT,
                                          .max_batch = s.max_batch != 0 ? s.max_batch : 8,
                                          .chunk_tokens = s.chunk != 0 ? s.chunk : 5,
+                                         .has_prefix_cache = !s.has_no_cache,
                                          .return_margin_tokens = s.margin,
                                          .quarantine_ms = 250};
     w->max_batch = o.max_batch;

@@ -167,6 +167,85 @@ static void no_more_than_max_batch_run_and_the_oldest_go_first(void **state)
     free_world(w);
 }
 
+/* --- the prefix cache -------------------------------------------------------------------------------------- */
+
+/* A turn of a conversation: history is the last turn's tokens, its answer and some more. */
+static struct told *turn(struct world *w, uint64_t id, const uint32_t *tokens, uint32_t n, struct ask a)
+{
+    a.tokens = tokens;
+    a.n_prompt = n;
+    return start(w, 0, id, a);
+}
+
+static void the_second_turn_receives_only_what_is_not_here(void **state)
+{
+    (void)state;
+    for (int is_local = 0; is_local < 2; is_local++)
+        for (uint32_t n = 1; n <= 24; n++) {
+            struct world *w = make_world((struct shape){0}), *cold = make_world((struct shape){.has_no_cache = true});
+            uint32_t history[CONTEXT];
+            struct told *a = start(w, 0, 1, (struct ask){.n_prompt = n, .max_tokens = 10, .is_local = is_local});
+            if (!is_local) complete(w, a);
+            run(w);
+            memcpy(history, a->prompt, n * sizeof history[0]);
+            expected(a, true, 10, history + n);
+            for (uint32_t i = 0; i < 8; i++) history[n + 10 + i] = 40 + i;
+            struct ask ask = {.max_tokens = 12, .is_local = is_local};
+            struct told *b = turn(w, 2, history, n + 18, ask), *want = turn(cold, 2, history, n + 18, ask);
+            /* The KV of all but the last drawn token is known, in whole pages. */
+            uint32_t known = (n + 9) / PAGE * PAGE;
+            if (!is_local) {
+                assert_int_equal(b->cached, known);
+                assert_int_equal(b->n_pages[TD_KV_FULL], (n + 18 - 1) / PAGE + 1 - known / PAGE);
+                complete(w, b);
+                complete(cold, want);
+            }
+            run(w);
+            run(cold);
+            assert_true(!is_local || (b->n_cached_here >= known && b->n_cached_here < known + PAGE));
+            assert_int_equal(b->n_tokens, want->n_tokens);
+            assert_memory_equal(b->tokens, want->tokens, b->n_tokens * sizeof b->tokens[0]);
+            expect_finished(b, LENGTH, "OK", false);
+            free_world(w);
+            free_world(cold);
+        }
+}
+
+static void what_a_preempted_request_had_is_still_there_when_it_comes_back(void **state)
+{
+    (void)state;
+    struct world *w = make_world((struct shape){.n_full = 40});
+    struct told *a = start(w, 0, 1, (struct ask){.n_prompt = 20, .max_tokens = 30});
+    complete(w, a);
+    for (int i = 0; i < 9; i++) step(w, TD_OK);
+    cancel(w, 0, 1);
+    run(w);
+    uint32_t history[CONTEXT];
+    memcpy(history, a->prompt, sizeof history);
+    expected(a, true, 10, history + 20);
+    struct told *b = turn(w, 2, history, 20, (struct ask){.n_generated = 10, .max_tokens = 30, .is_local = true});
+    run(w);
+    assert_int_equal(b->n_cached_here, 28);
+    expect_tokens(b, true, 20);
+    free_world(w);
+}
+
+static void cached_pages_give_way_to_those_who_need_them(void **state)
+{
+    (void)state;
+    struct world *w = make_world((struct shape){.n_sliding = 20, .n_full = 16});
+    for (uint64_t id = 1; id <= 20; id++) {
+        struct told *t = start(
+            w, 0, id, (struct ask){.n_prompt = 30, .max_tokens = 30, .salt = (uint32_t)id * 11, .is_local = id % 2});
+        if (id % 2 == 0) complete(w, t);
+        run(w);
+        expect_finished(t, LENGTH, "OK", false);
+        expect_tokens(t, id % 2, id % 2 ? 30 : 29);
+        expect_pages_back(w);
+    }
+    free_world(w);
+}
+
 /* --- ends before the end ----------------------------------------------------------------------------------- */
 
 static void the_first_token_may_have_been_the_last(void **state)
@@ -874,6 +953,9 @@ int main(void)
         cmocka_unit_test(a_prompt_computed_here_gives_the_same_tokens_in_chunks),
         cmocka_unit_test(one_message_a_step_carries_the_tokens_of_all_requests_of_a_router),
         cmocka_unit_test(no_more_than_max_batch_run_and_the_oldest_go_first),
+        cmocka_unit_test(the_second_turn_receives_only_what_is_not_here),
+        cmocka_unit_test(what_a_preempted_request_had_is_still_there_when_it_comes_back),
+        cmocka_unit_test(cached_pages_give_way_to_those_who_need_them),
         cmocka_unit_test(the_first_token_may_have_been_the_last),
         cmocka_unit_test(cancel_and_deadline_end_a_request_in_every_state),
         cmocka_unit_test(a_lost_router_ends_its_requests_and_no_others),

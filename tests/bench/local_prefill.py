@@ -1,0 +1,77 @@
+#!/usr/bin/env python3
+"""What prompts that a decode worker prefills itself cost the streams that it is decoding: their inter-token latency without
+and with a long prompt always in the batch, over the budgets of --local-prefill-tokens.
+
+    tests/bench/local_prefill.py --streams 8 --seconds 10 --budgets default,16,64,256"""
+import argparse
+import pathlib
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "cluster"))
+from conftest import MODEL, Daemon  # noqa: E402
+from direct import DecodeWorker  # noqa: E402
+
+
+def prompt(n, salt):
+    return [(i * i * 3 + i * (salt + 5) + salt * 77) % 2000 for i in range(n)]
+
+
+def gaps(streams, begin, end):
+    """Sorted times between two tokens of a stream, of those that came within [begin, end]."""
+    out = []
+    for s in streams:
+        times = [t for t in list(s.times) if begin <= t <= end]
+        out += [b - a for a, b in zip(times, times[1:])]
+    return sorted(out)
+
+
+def at(sorted_values, share):
+    return sorted_values[min(len(sorted_values) - 1, int(share * len(sorted_values)))] * 1e3
+
+
+def measure(a, budget):
+    flags = () if budget == "default" else ("--local-prefill-tokens", budget)
+    with tempfile.TemporaryDirectory() as directory:
+        worker = Daemon(directory, "decode", "decode", "--prefix-cache", "0", *flags, model=a.model)
+        decode = DecodeWorker(worker.rpc)
+        try:
+            streams = [decode.start(prompt(100, i), 100000) for i in range(a.streams)]
+            for s in streams:
+                assert s.has_token.wait(60)
+            time.sleep(1)
+            begin = time.monotonic()
+            time.sleep(a.seconds)
+            middle = time.monotonic()
+            n_prefilled, long = 0, None
+            while time.monotonic() < middle + a.seconds:
+                if long is None or long.is_over.wait(0.002):
+                    n_prefilled += long is not None
+                    long = decode.start(prompt(a.prompt, 1000 + n_prefilled), 1)
+            end = time.monotonic()
+            alone, mixed = gaps(streams, begin, middle), gaps(streams, middle, end)
+            rate = n_prefilled * a.prompt / (end - middle)
+            print(f"{budget:>8} {len(alone):>7} {at(alone, .5):>8.2f} {at(alone, .99):>8.2f} {len(mixed):>7} {at(mixed, .5):>8.2f} "
+                  f"{at(mixed, .99):>8.2f} {at(mixed, .99) / at(alone, .99):>7.2f} {rate:>9.0f}", flush=True)
+        finally:
+            decode.call.cancel()
+            decode.close()
+            worker.stop()
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default=str(MODEL))
+    p.add_argument("--streams", type=int, default=8)
+    p.add_argument("--prompt", type=int, default=1000, help="tokens of each long prompt")
+    p.add_argument("--seconds", type=float, default=10)
+    p.add_argument("--budgets", default="default")
+    a = p.parse_args()
+    print(f"{'budget':>8} {'tokens':>7} {'p50 ms':>8} {'p99 ms':>8} {'tokens':>7} {'p50 ms':>8} {'p99 ms':>8} {'p99 x':>7} {'prefill/s':>9}")
+    for budget in a.budgets.split(","):
+        measure(a, budget)
+
+
+if __name__ == "__main__":
+    main()
