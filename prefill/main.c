@@ -15,7 +15,7 @@ static uint32_t sliding_pages(const struct td_worker *w)
 {
     uint32_t window = td_model_config_of(w->model)->window, page = w->cfg.kv_page_tokens;
     return td_prefill_sched_sliding_compute(window, w->cfg.prefill_chunk_tokens, page) +
-           SENDS_AT_ONCE * td_prefill_sched_sliding_send(window, page);
+           (SENDS_AT_ONCE + w->cfg.max_prefill_batch - 1) * td_prefill_sched_sliding_send(window, page);
 }
 
 /* As long as the flags ask for, or as the sliding pages allow. */
@@ -65,6 +65,7 @@ static enum td_status create_worker(struct td_prefill_daemon *d, struct td_err *
         .max_context_tokens = w->max_context_tokens,
         .has_prefix_cache = w->cfg.prefix_cache != 0,
         .chunk_tokens = d->chunk_tokens,
+        .max_batch = w->cfg.max_prefill_batch,
         .max_waiting = MAX_WAITING,
     };
     for (int g = 0; g < TD_KV_N_GROUPS; g++) o.kv[g] = w->kv_layout[g];
@@ -92,7 +93,7 @@ int main(int argc, char **argv)
     TD_TRY(td_prefill_send_create(&d.send));
     TD_TRY(td_worker_open_transfer(w, &xfer, d.send, &err)); /* and the KV pools */
     TD_TRY(start_sender(&d, &err));
-    TD_TRY(td_worker_create_engine(w, d.chunk_tokens, 1, &engine, &d, &err));
+    TD_TRY(td_worker_create_engine(w, d.chunk_tokens, w->cfg.max_prefill_batch, &engine, &d, &err));
     TD_TRY(create_worker(&d, &err));
     TD_TRY(td_worker_listen(w, &err));
     TD_TRY(td_worker_join(w, &err)); /* from here on the router sends work */

@@ -82,6 +82,16 @@ static enum td_status reserve(const struct td_prefill_sched *s, struct td_prefil
     return st;
 }
 
+uint32_t td_prefill_sched_known(const struct td_prefill_sched *s, struct td_prefill_seq *q, const uint32_t *tokens)
+{
+    struct td_kv_hit hit = {0};
+    if (s->prefix == NULL) return 0;
+    td_kv_prefix_find_compute(s->prefix, tokens, q->n_tokens, q->holder, q->pages, &hit);
+    uint32_t n = hit.n_tokens;
+    td_kv_prefix_drop(s->prefix, &hit, q->pages);
+    return n;
+}
+
 enum td_status td_prefill_sched_reserve(const struct td_prefill_sched *s, struct td_prefill_seq *q,
                                         const uint32_t *tokens)
 {
@@ -108,10 +118,10 @@ uint32_t td_prefill_seq_copies(const struct td_prefill_seq *q, struct td_page_co
     return TD_KV_N_GROUPS;
 }
 
-enum td_status td_prefill_sched_chunk(const struct td_prefill_sched *s, struct td_prefill_seq *q,
+enum td_status td_prefill_sched_chunk(const struct td_prefill_sched *s, struct td_prefill_seq *q, uint32_t n_max,
                                       const uint32_t *tokens, struct td_segment *seg)
 {
-    uint32_t left = q->n_tokens - q->n_done, n = left < s->chunk_tokens ? left : s->chunk_tokens;
+    uint32_t left = q->n_tokens - q->n_done, n = left < n_max ? left : n_max;
     uint32_t first = first_visible(s, q->n_done), end = blocks(s, TD_KV_SLIDING, q->n_done + n);
     if (q->n_sliding == 0) q->sliding_first = first;
     uint32_t have = q->sliding_first + q->n_sliding, n_free = td_kv_pages_n_free(s->pages, TD_KV_SLIDING);
@@ -157,3 +167,21 @@ void td_prefill_sched_chunk_done(const struct td_prefill_sched *s, struct td_pre
 }
 
 void td_prefill_sched_chunk_undone(struct td_prefill_seq *q) { q->n_chunk = 0; }
+
+/* A few tokens say little: what a pass costs whatever its size would count as theirs. */
+#define PACE_MIN_TOKENS 32u
+
+void td_prefill_pace_observe(struct td_prefill_pace *p, uint32_t n_tokens, uint64_t took_ns)
+{
+    if (n_tokens < PACE_MIN_TOKENS || took_ns == 0) return;
+    double x = (double)took_ns / n_tokens;
+    if (p->ns_per_token == 0 || x < p->ns_per_token)
+        p->ns_per_token = x;
+    else
+        p->ns_per_token += (x - p->ns_per_token) / 16;
+}
+
+uint64_t td_prefill_pace_ns(const struct td_prefill_pace *p, uint64_t n_tokens)
+{
+    return (uint64_t)(p->ns_per_token * (double)n_tokens);
+}

@@ -1,8 +1,8 @@
 /* Chunks of a prompt under a token budget, and the pages they need. Pages of full layers are taken for the whole prompt
  * before its first chunk; pages of sliding layers come with each chunk and go when the window has passed them, so that
  * a long prompt holds few. What the prefix cache knows of a prompt is shared, and computing begins behind it; what was
- * computed is entered there, so that a prompt that comes again, or goes on, costs the rest only. Which prompt is next
- * is the worker's queue: first come, first served, one at a time. Pure; loop thread only. */
+ * computed is entered there, so that a prompt that comes again, or goes on, costs the rest only. Which prompt s are
+ * computed is the worker's queue: first come, first served. Pure; loop thread only. */
 #ifndef TD_PREFILL_SCHED_H
 #define TD_PREFILL_SCHED_H
 
@@ -13,7 +13,7 @@
 
 struct td_prefill_sched {
     struct td_kv_group_layout kv[TD_KV_N_GROUPS];
-    uint32_t window_tokens, chunk_tokens;
+    uint32_t window_tokens;
     struct td_kv_pages *pages;
     struct td_kv_prefix *prefix; /* NULL: no cache */
 };
@@ -42,12 +42,14 @@ enum td_status td_prefill_seq_init(struct td_prefill_seq *q, const struct td_pre
 /* Gives every page back; the chunk in flight must be done. */
 void td_prefill_seq_deinit(struct td_prefill_seq *q, const struct td_prefill_sched *s);
 
+/* How many of the prompt's tokens the cache knows now. Holds nothing. */
+uint32_t td_prefill_sched_known(const struct td_prefill_sched *s, struct td_prefill_seq *q, const uint32_t *tokens);
 /* What is known of the prompt, and the full layers' pages of the rest. NO_PAGES: not now (nothing is held). */
 enum td_status td_prefill_sched_reserve(const struct td_prefill_sched *s, struct td_prefill_seq *q,
                                         const uint32_t *tokens);
-/* The next chunk: takes its sliding pages and fills tokens, n_tokens, start and table of seg; the rest of seg is the
- * caller's. tokens: the whole prompt. NO_PAGES: not now. */
-enum td_status td_prefill_sched_chunk(const struct td_prefill_sched *s, struct td_prefill_seq *q,
+/* The next chunk, of at most n_max tokens: takes its sliding pages and fills tokens, n_tokens, start and table of seg;
+ * the rest of seg is the caller's. tokens: the whole prompt. NO_PAGES: not now. */
+enum td_status td_prefill_sched_chunk(const struct td_prefill_sched *s, struct td_prefill_seq *q, uint32_t n_max,
                                       const uint32_t *tokens, struct td_segment *seg);
 /* What must be copied before the prepared chunk is computed: 0 or TD_KV_N_GROUPS. */
 uint32_t td_prefill_seq_copies(const struct td_prefill_seq *q, struct td_page_copy out[TD_KV_N_GROUPS]);
@@ -62,5 +64,13 @@ uint32_t td_prefill_seq_ready_end(const struct td_prefill_seq *q, const struct t
 void td_prefill_sched_chunk_done(const struct td_prefill_sched *s, struct td_prefill_seq *q, const uint32_t *tokens);
 /* The chunk was not computed (not submitted, or failed). */
 void td_prefill_sched_chunk_undone(struct td_prefill_seq *q);
+
+/* How long tokens take at the least: what the fastest of the recent passes took, which slowly gives way when passes get
+ * slower. All zero: nothing is known, and everything seems possible. */
+struct td_prefill_pace {
+    double ns_per_token;
+};
+void td_prefill_pace_observe(struct td_prefill_pace *p, uint32_t n_tokens, uint64_t took_ns);
+uint64_t td_prefill_pace_ns(const struct td_prefill_pace *p, uint64_t n_tokens);
 
 #endif

@@ -85,15 +85,13 @@ struct td_prefill_run {
     void *call; /* NULL: answered, or gone */
     struct td_token_request req;
     struct td_prefill_seq seq;
-    uint64_t decode; /* incarnation of the target */
+    uint64_t decode;       /* incarnation of the target */
+    uint32_t n_to_compute; /* tokens that the cache did not know when it arrived */
     struct td_tx_send *send;
-    struct td_segment seg;
-    struct td_page_copy copies[TD_KV_N_GROUPS];
-    struct td_batch batch;
-    bool has_batch;  /* in the engine */
-    bool is_stalled; /* COMPUTING, but the next chunk found no page or no place in the engine */
+    struct td_segment *seg; /* its chunk of the pass in the engine; NULL: none */
+    bool is_stalled;        /* COMPUTING, but the next chunk found no page, or no room in the pass */
     struct td_timer deadline;
-    uint64_t deadline_ns, arrived_ns, turn_ns, first_ns, entered_ns, submitted_ns;
+    uint64_t deadline_ns, arrived_ns, turn_ns, first_ns, entered_ns;
 };
 
 struct td_prefill_worker {
@@ -102,8 +100,13 @@ struct td_prefill_worker {
     struct td_prefill_send *send;
     struct td_prefill_sched sched;
     struct td_list runs;
-    struct td_prefill_run *computing;
-    uint32_t n_runs, n_waiting, n_batches; /* n_batches: in the engine */
+    uint32_t n_runs, n_waiting, n_computing;
+    struct td_batch batch;       /* at most one is in the engine: chunks of the oldest COMPUTING runs, one a run */
+    struct td_segment *segments; /* [max_batch]; user: the run */
+    struct td_page_copy *copies;
+    bool has_batch; /* in the engine */
+    uint64_t submitted_ns;
+    struct td_prefill_pace pace;
     bool is_draining, is_advancing;
 };
 
@@ -129,7 +132,7 @@ static void run_free(struct td_prefill_run *r)
 static void rest(struct td_prefill_run *r)
 {
     struct td_prefill_worker *w = r->w;
-    if (r->state != RUN_LEAVING || r->has_batch || r->send != NULL) return;
+    if (r->state != RUN_LEAVING || r->seg != NULL || r->send != NULL) return;
     run_free(r);
     advance(w); /* its pages may be what the next one waits for */
     if (w->is_draining && w->n_runs == 0) w->ports.drained(w->ports.self);
@@ -140,6 +143,14 @@ static void answer(struct td_prefill_run *r, enum td_status st, const char *text
     void *call = r->call;
     r->call = NULL;
     if (call != NULL) r->w->ports.finish(r->w->ports.self, call, st, text);
+}
+
+/* A pass that nobody waits for any more ends after the layer it is in. */
+static void abandon(struct td_prefill_worker *w)
+{
+    for (uint32_t i = 0; i < w->batch.n_segments; i++)
+        if (((struct td_prefill_run *)w->segments[i].user)->state == RUN_COMPUTING) return;
+    atomic_store(&w->batch.is_abandoned, true);
 }
 
 /* The one transition. st and text: the answer, if this is the end. r may be gone when this returns. */
@@ -156,11 +167,11 @@ static void step(struct td_prefill_run *r, enum run_event ev, enum td_status st,
     r->state = to;
     r->entered_ns = now(w);
     if (from == RUN_WAITING) w->n_waiting--;
-    if (from == RUN_COMPUTING) w->computing = NULL;
-    if (to == RUN_COMPUTING) w->computing = r;
+    if (from == RUN_COMPUTING) w->n_computing--;
+    if (to == RUN_COMPUTING) w->n_computing++;
     if (to == RUN_LEAVING) {
         w->ports.env->timer_stop(w->ports.env, &r->deadline);
-        if (r->has_batch) atomic_store(&r->batch.is_abandoned, true); /* the pass ends after the layer it is in */
+        if (r->seg != NULL) abandon(w);
         if (st != TD_OK)
             TD_INFO("run_failed", "req=%s while=%s event=%s status=%s text=\"%s\"", r->req.id, state_names[from],
                     event_names[ev], td_status_name(st), text != NULL ? text : "");
@@ -181,6 +192,15 @@ static void on_deadline(struct td_timer *t)
 /* ---- computing -----------------------------------------------------------------------------------------------------
  */
 
+static bool is_sending_any(const struct td_prefill_worker *w)
+{
+    TD_LIST_FOREACH (it, &w->runs) {
+        const struct td_prefill_run *r = TD_LIST_ENTRY(it, struct td_prefill_run, link);
+        if (r->state != RUN_COMPUTING && r->seq.n_sliding > 0) return true;
+    }
+    return false;
+}
+
 /* Does anybody but r hold pages that will come back? */
 static bool others_hold_pages(const struct td_prefill_run *r)
 {
@@ -191,40 +211,81 @@ static bool others_hold_pages(const struct td_prefill_run *r)
     return false;
 }
 
-static void submit_chunk(struct td_prefill_run *r)
+/* The youngest that computes, other than r. */
+static struct td_prefill_run *youngest_computing(const struct td_prefill_run *r)
+{
+    struct td_prefill_run *found = NULL;
+    TD_LIST_FOREACH (it, &r->w->runs) {
+        struct td_prefill_run *o = TD_LIST_ENTRY(it, struct td_prefill_run, link);
+        if (o->state == RUN_COMPUTING && o != r) found = o;
+    }
+    return found;
+}
+
+/* r's next chunk of at most `budget` tokens becomes a segment of the pass that is being put together. false: somebody
+ * failed for it, look again. */
+static bool add_chunk(struct td_prefill_run *r, uint32_t budget)
 {
     struct td_prefill_worker *w = r->w;
-    memset(&r->seg, 0, sizeof r->seg);
+    struct td_segment *seg = &w->segments[w->batch.n_segments];
+    memset(seg, 0, sizeof *seg);
     r->is_stalled = true;
-    enum td_status st = td_prefill_sched_chunk(&w->sched, &r->seq, r->req.tokens, &r->seg);
-    if (st != TD_OK) {
-        if (st != TD_E_NO_PAGES || !others_hold_pages(r)) step(r, EV_FAILED, st, "no pages for the next chunk");
-        return;
+    enum td_status st = td_prefill_sched_chunk(&w->sched, &r->seq, budget, r->req.tokens, seg);
+    if (st == TD_E_NO_PAGES && w->batch.n_segments == 0 && !is_sending_any(w)) {
+        /* The oldest must go on, and nothing is on its way back. */
+        struct td_prefill_run *youngest = youngest_computing(r);
+        step(youngest != NULL ? youngest : r, EV_FAILED, st, "no pages for the next chunk");
+        return false;
     }
+    if (st != TD_OK) return true; /* waits for pages */
     bool is_last = td_prefill_seq_is_last_chunk(&r->seq);
-    if (is_last) td_token_request_want_token(&r->req, &r->seg);
-    memset(&r->batch, 0, sizeof r->batch);
-    r->batch.segments = &r->seg;
-    r->batch.n_segments = 1;
-    r->batch.copies = r->copies;
-    r->batch.n_copies = td_prefill_seq_copies(&r->seq, r->copies);
-    r->batch.want_layers = true;
-    r->batch.user = r;
-    st = w->ports.submit(w->ports.self, &r->batch);
-    if (st != TD_OK) {
-        td_prefill_sched_chunk_undone(&r->seq);
-        if (st != TD_E_BUSY) step(r, EV_FAILED, st, "the engine refused the chunk");
-        return;
-    }
+    if (is_last) td_token_request_want_token(&r->req, seg);
+    seg->user = r;
+    r->seg = seg;
+    r->is_stalled = false;
+    w->batch.n_segments++;
+    w->batch.n_copies += td_prefill_seq_copies(&r->seq, w->copies + w->batch.n_copies);
     if (r->seq.n_sliding > td_metric_value(TD_M_sequence_sliding_pages_max))
         td_metric_set(TD_M_sequence_sliding_pages_max, r->seq.n_sliding);
-    r->is_stalled = false;
-    r->has_batch = true;
-    w->n_batches++;
-    r->submitted_ns = now(w);
-    if (!is_last || r->send == NULL) return;
+    if (!is_last || r->send == NULL) return true;
     for (uint32_t b = r->seq.sliding_first; b < r->seq.sliding_first + r->seq.n_sliding; b++)
         td_tx_set_source(r->send, TD_KV_SLIDING, b, r->seq.pages[TD_KV_SLIDING][b]);
+    return true;
+}
+
+/* A pass of the runs that compute, the oldest first. false: there is none, for now. */
+static bool submit_pass(struct td_prefill_worker *w)
+{
+    uint32_t budget = w->o.chunk_tokens;
+    memset(&w->batch, 0, sizeof w->batch);
+    w->batch.segments = w->segments;
+    w->batch.copies = w->copies;
+    w->batch.want_layers = true;
+again:
+    TD_LIST_FOREACH (it, &w->runs) {
+        struct td_prefill_run *r = TD_LIST_ENTRY(it, struct td_prefill_run, link);
+        if (r->state != RUN_COMPUTING || budget == 0) continue;
+        uint32_t n = w->batch.n_segments;
+        if (!add_chunk(r, budget)) goto again; /* nothing was added yet */
+        if (w->batch.n_segments > n) budget -= w->segments[n].n_tokens;
+    }
+    if (w->batch.n_segments == 0) return false;
+    enum td_status st = w->ports.submit(w->ports.self, &w->batch);
+    if (st == TD_OK) {
+        w->has_batch = true;
+        w->submitted_ns = now(w);
+        return true;
+    }
+    uint32_t n = w->batch.n_segments;
+    w->batch.n_segments = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        struct td_prefill_run *r = w->segments[i].user;
+        r->seg = NULL;
+        r->is_stalled = true;
+        td_prefill_sched_chunk_undone(&r->seq);
+        if (st != TD_E_BUSY) step(r, EV_FAILED, st, "the engine refused the chunk");
+    }
+    return st != TD_E_BUSY; /* the next ones may be luckier */
 }
 
 static void take_turn(struct td_prefill_run *r)
@@ -239,21 +300,49 @@ static void take_turn(struct td_prefill_run *r)
         td_tx_set_source(r->send, TD_KV_FULL, b, r->seq.pages[TD_KV_FULL][b]);
     r->turn_ns = now(w);
     step(r, EV_TURN, TD_OK, NULL);
-    submit_chunk(r);
 }
 
-/* Gives the engine what there is to do. Calls made from within wait for the outermost round. */
-static void advance(struct td_prefill_worker *w)
+/* Tokens that are computed before r's own: of those that compute, and of those that came before it. */
+static uint64_t tokens_ahead(const struct td_prefill_run *r)
 {
-    if (w->is_advancing) return;
-    w->is_advancing = true;
-    for (;;) {
-        if (w->computing != NULL) {
-            struct td_prefill_run *r = w->computing;
-            if (r->is_stalled && !r->has_batch) submit_chunk(r);
-            if (w->computing != NULL) break;
-            continue; /* it failed: the next one */
-        }
+    uint64_t n = 0;
+    TD_LIST_FOREACH (it, &r->w->runs) {
+        const struct td_prefill_run *o = TD_LIST_ENTRY(it, struct td_prefill_run, link);
+        if (o == r) break;
+        if (o->state == RUN_COMPUTING) n += o->seq.n_tokens - o->seq.n_done;
+        if (o->state == RUN_WAITING) n += o->n_to_compute;
+    }
+    return n;
+}
+
+/* Can r still be in time, as fast as passes have been? TD_OK, or DEADLINE with the reason. */
+static enum td_status check_deadline(const struct td_prefill_run *r, struct td_err *err)
+{
+    const struct td_prefill_worker *w = r->w;
+    uint64_t t = now(w), need = td_prefill_pace_ns(&w->pace, tokens_ahead(r) + r->n_to_compute);
+    if (r->deadline_ns == TD_NEVER_NS || (t < r->deadline_ns && need <= r->deadline_ns - t)) return TD_OK;
+    if (t >= r->deadline_ns) return td_err_set(err, TD_E_DEADLINE, "the deadline passed in the prefill worker");
+    return td_err_set(err, TD_E_DEADLINE,
+                      "the deadline is in %" PRIu64 " ms, the %u tokens to compute and those before them take %" PRIu64,
+                      (uint64_t)((r->deadline_ns - t) / TD_NS_PER_MS), r->n_to_compute,
+                      (uint64_t)(need / TD_NS_PER_MS));
+}
+
+/* Is there a place for one more that computes? Not where pages of sliding layers could become scarce. */
+static bool has_place(const struct td_prefill_worker *w)
+{
+    if (w->n_computing == 0) return true;
+    if (w->n_computing >= w->o.max_batch) return false;
+    uint32_t page = w->o.kv[TD_KV_SLIDING].page_tokens;
+    return td_kv_pages_n_free(w->sched.pages, TD_KV_SLIDING) >=
+           w->n_computing * td_prefill_sched_sliding_send(w->o.model->window, page) +
+               td_prefill_sched_sliding_compute(w->o.model->window, w->o.chunk_tokens, page);
+}
+
+/* The next ones take their turn, as far as there are places and pages: first come, first served. */
+static void admit(struct td_prefill_worker *w)
+{
+    while (has_place(w)) {
         struct td_prefill_run *next = NULL;
         TD_LIST_FOREACH (it, &w->runs) {
             struct td_prefill_run *r = TD_LIST_ENTRY(it, struct td_prefill_run, link);
@@ -261,14 +350,27 @@ static void advance(struct td_prefill_worker *w)
             next = r;
             break;
         }
-        /* Behind the last chunk of one that has left it would only wait where nobody can cancel it. */
-        if (next == NULL || w->n_batches > 0) break;
+        if (next == NULL) return;
         uint32_t n_waiting = w->n_waiting;
-        if (now(w) >= next->deadline_ns) /* its timer is about to say so */
-            step(next, EV_DEADLINE, TD_E_DEADLINE, "the deadline passed in the prefill worker");
+        struct td_err err;
+        if (check_deadline(next, &err) != TD_OK)
+            step(next, EV_DEADLINE, TD_E_DEADLINE, err.text);
         else
             take_turn(next);
-        if (w->computing == NULL && w->n_waiting == n_waiting) break; /* waits for pages */
+        if (w->n_waiting == n_waiting) return; /* waits for pages */
+    }
+}
+
+/* Gives the engine what there is to do. Calls made from within wait for the outermost round. */
+static void advance(struct td_prefill_worker *w)
+{
+    if (w->is_advancing) return;
+    w->is_advancing = true;
+    while (!w->has_batch) {
+        uint32_t n_left = w->n_waiting + w->n_computing;
+        admit(w);
+        if (submit_pass(w)) continue;
+        if (w->n_waiting + w->n_computing == n_left) break; /* else somebody failed, and perhaps made room */
     }
     w->is_advancing = false;
     td_metric_set(TD_M_sequences_waiting, w->n_waiting);
@@ -277,24 +379,26 @@ static void advance(struct td_prefill_worker *w)
 
 void td_prefill_worker_on_layer(struct td_prefill_worker *w, struct td_batch *b, uint32_t layer)
 {
-    struct td_prefill_run *r = b->user;
-    if (r->send == NULL || r->state != RUN_COMPUTING) return;
-    TD_CHECK(layer < w->o.model->n_layers);
+    TD_CHECK(layer < w->o.model->n_layers && w->has_batch);
     enum td_kv_group g = w->o.model->is_sliding[layer] ? TD_KV_SLIDING : TD_KV_FULL;
-    td_tx_layer_ready(tx_of(w), r->send, w->o.model->layer_in_group[layer], g,
-                      td_prefill_seq_ready_end(&r->seq, &w->sched, g));
+    for (uint32_t i = 0; i < b->n_segments; i++) {
+        struct td_prefill_run *r = b->segments[i].user;
+        if (r->send == NULL || r->state != RUN_COMPUTING) continue;
+        td_tx_layer_ready(tx_of(w), r->send, w->o.model->layer_in_group[layer], g,
+                          td_prefill_seq_ready_end(&r->seq, &w->sched, g));
+    }
 }
 
 /* The last chunk is done: the first token. */
-static void drew(struct td_prefill_run *r)
+static void drew(struct td_prefill_run *r, const struct td_segment *seg)
 {
     struct td_prefill_worker *w = r->w;
-    uint32_t token = r->seg.token;
+    uint32_t token = seg->token;
     Tandem__V1__FirstToken first = TANDEM__V1__FIRST_TOKEN__INIT;
     struct td_logprobs_msg logprobs;
     first.token_id = token;
     if (r->req.want_logprobs) {
-        td_logprobs_msg_init(&logprobs, r->seg.chosen, r->seg.top, r->seg.n_top_logprobs);
+        td_logprobs_msg_init(&logprobs, seg->chosen, seg->top, seg->n_top_logprobs);
         first.logprobs = &logprobs.msg;
     }
     first.finish_reason = td_token_request_append(&r->req, token);
@@ -318,27 +422,36 @@ static void drew(struct td_prefill_run *r)
     step(r, EV_DREW, TD_OK, NULL);
 }
 
+static void chunk_done(struct td_prefill_run *r, const struct td_segment *seg, enum td_status st)
+{
+    struct td_prefill_worker *w = r->w;
+    r->seg = NULL;
+    if (st != TD_OK || r->state != RUN_COMPUTING) {
+        td_prefill_sched_chunk_undone(&r->seq);
+        if (r->state == RUN_COMPUTING)
+            step(r, EV_FAILED, st, "the forward pass failed");
+        else
+            rest(r);
+        return;
+    }
+    td_prefill_sched_chunk_done(&w->sched, &r->seq, r->req.tokens);
+    if (r->seq.n_done == r->seq.n_tokens) drew(r, seg);
+}
+
 void td_prefill_worker_on_done(struct td_prefill_worker *w, struct td_batch *b, enum td_status st)
 {
-    struct td_prefill_run *r = b->user;
-    TD_CHECK(r->has_batch);
-    r->has_batch = false;
-    w->n_batches--;
+    TD_CHECK(w->has_batch && b == &w->batch);
+    uint64_t took_ns = now(w) - w->submitted_ns;
     td_metric_add(TD_M_steps, 1);
-    td_metric_observe(TD_M_step_seconds, (double)(now(w) - r->submitted_ns) / (double)TD_NS_PER_S);
-    if (st != TD_OK) {
-        td_prefill_sched_chunk_undone(&r->seq);
-        step(r, EV_FAILED, st, "the forward pass failed");
-    } else if (r->state != RUN_COMPUTING) {
-        td_prefill_sched_chunk_undone(&r->seq);
-        rest(r);
-    } else {
-        td_prefill_sched_chunk_done(&w->sched, &r->seq, r->req.tokens);
-        if (r->seq.n_done == r->seq.n_tokens)
-            drew(r);
-        else
-            submit_chunk(r);
-    }
+    td_metric_observe(TD_M_step_seconds, (double)took_ns / (double)TD_NS_PER_S);
+    w->is_advancing = true; /* until every run of the pass knows */
+    uint32_t n = b->n_segments, n_tokens = 0;
+    for (uint32_t i = 0; i < n; i++) n_tokens += w->segments[i].n_tokens;
+    if (st == TD_OK) td_prefill_pace_observe(&w->pace, n_tokens, took_ns);
+    for (uint32_t i = 0; i < n; i++) chunk_done(w->segments[i].user, &w->segments[i], st);
+    w->batch.n_segments = 0;
+    w->has_batch = false;
+    w->is_advancing = false;
     advance(w);
 }
 
@@ -415,12 +528,13 @@ static enum td_status begin(struct td_prefill_worker *w, struct td_prefill_run *
     if (m->request == NULL) return td_err_set(err, TD_E_INVALID, "request is missing");
     TD_TRY(td_token_request_parse(m->request, w->o.model->vocab, w->o.max_context_tokens, &r->req, err));
     if (w->is_draining) return td_err_set(err, TD_E_DRAINING, "this prefill worker is draining");
-    if (w->n_waiting + (w->computing != NULL ? 1 : 0) > w->o.max_waiting)
+    if (w->n_waiting + (w->n_computing > 0 ? 1 : 0) > w->o.max_waiting)
         return td_err_set(err, TD_E_BUSY, "%u requests wait here already", w->n_waiting);
     TD_TRY(check_target(w, m->target, r->req.n_tokens, dst, err));
     r->decode = m->target->incarnation;
     TD_TRY(td_prefill_send_introduce(w->send, r->decode, m->descriptor, err));
     TD_TRY(td_prefill_seq_init(&r->seq, &w->sched, r->req.n_tokens, r->req.id));
+    r->n_to_compute = r->req.n_tokens - td_prefill_sched_known(&w->sched, &r->seq, r->req.tokens);
     for (int g = 0; g < TD_KV_N_GROUPS; g++) /* numbers follow when there are pages */
         src[g] = (struct td_tx_pages){0, r->seq.n_blocks, r->seq.pages[g]};
     st = td_tx_begin(tx_of(w), r->decode, m->target->generation, m->target->lowest_live_generation, src, dst, r->req.id,
@@ -461,7 +575,10 @@ struct td_prefill_run *td_prefill_worker_on_run(struct td_prefill_worker *w, voi
         uint64_t own = r->arrived_ns + r->req.timeout_us * 1000;
         if (own < r->deadline_ns) r->deadline_ns = own;
     }
-    if (r->deadline_ns != TD_NEVER_NS)
+    struct td_err late;
+    if (check_deadline(r, &late) != TD_OK)
+        step(r, EV_DEADLINE, TD_E_DEADLINE, late.text); /* at once, rather than when it is too late for others too */
+    else if (r->deadline_ns != TD_NEVER_NS)
         w->ports.env->timer_start(w->ports.env, &r->deadline,
                                   r->deadline_ns > r->arrived_ns ? r->deadline_ns - r->arrived_ns : 0);
     TD_DEBUG("run", "req=%s tokens=%u decode=%016" PRIx64 " generation=%" PRIu64, r->req.id, r->req.n_tokens, r->decode,
@@ -493,16 +610,18 @@ enum td_status td_prefill_worker_create(const struct td_prefill_worker_options *
     w->ports = *ports;
     w->send = send;
     w->sched.window_tokens = o->model->window;
-    w->sched.chunk_tokens = o->chunk_tokens;
     w->sched.pages = kv;
     memcpy(w->sched.kv, o->kv, sizeof w->sched.kv);
     td_list_init(&w->runs);
-    if (o->has_prefix_cache) {
-        enum td_status st = td_kv_prefix_create(o->kv, o->model->window, kv, &w->sched.prefix);
-        if (st != TD_OK) {
-            free(w);
-            return st;
-        }
+    if (w->o.max_batch == 0) w->o.max_batch = 1;
+    enum td_status st = TD_OK;
+    w->segments = td_calloc(w->o.max_batch, sizeof *w->segments);
+    w->copies = td_calloc(w->o.max_batch, TD_KV_N_GROUPS * sizeof *w->copies);
+    if (w->segments == NULL || w->copies == NULL) st = TD_E_NO_MEMORY;
+    if (st == TD_OK && o->has_prefix_cache) st = td_kv_prefix_create(o->kv, o->model->window, kv, &w->sched.prefix);
+    if (st != TD_OK) {
+        td_prefill_worker_destroy(w);
+        return st;
     }
     *out = w;
     return TD_OK;
@@ -513,6 +632,8 @@ void td_prefill_worker_destroy(struct td_prefill_worker *w)
     if (w == NULL) return;
     TD_LIST_FOREACH_SAFE (it, &w->runs) run_free(TD_LIST_ENTRY(it, struct td_prefill_run, link));
     td_kv_prefix_destroy(w->sched.prefix);
+    free(w->segments);
+    free(w->copies);
     free(w);
 }
 
@@ -559,7 +680,7 @@ void td_prefill_worker_describe(const struct td_prefill_worker *w, struct td_buf
             "\",\"in_engine\":%s,\"is_sending\":%s,\"is_stalled\":%s,\"deadline_in_ms\":",
             state_names[r->state], (uint64_t)((t - r->arrived_ns) / TD_NS_PER_MS),
             (uint64_t)((t - r->entered_ns) / TD_NS_PER_MS), r->seq.n_tokens, r->seq.n_done, r->seq.n_cached,
-            r->seq.n_sliding, r->decode, r->has_batch ? "true" : "false", r->send != NULL ? "true" : "false",
+            r->seq.n_sliding, r->decode, r->seg != NULL ? "true" : "false", r->send != NULL ? "true" : "false",
             r->is_stalled ? "true" : "false");
         if (r->deadline_ns == TD_NEVER_NS)
             td_buf_str(out, "null}");

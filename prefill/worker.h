@@ -20,7 +20,7 @@ struct td_prefill_run; /* one request */
 struct td_prefill_ports {
     struct td_env *env;
     void *self;
-    /* Engine: at most one batch per request is in flight. BUSY: later (after the next td_prefill_worker_on_done). */
+    /* Engine: at most one batch is in flight. BUSY: later (after the next td_prefill_worker_on_done). */
     enum td_status (*submit)(void *self, struct td_batch *b);
     /* The client's stream. Not OK: it is going away (td_prefill_worker_on_gone may follow). */
     enum td_status (*event)(void *self, void *call, const Tandem__V1__RunEvent *ev);
@@ -34,8 +34,9 @@ struct td_prefill_worker_options {
     struct td_kv_group_layout kv[TD_KV_N_GROUPS];
     bool has_prefix_cache;
     uint32_t max_context_tokens;
-    uint32_t chunk_tokens;
-    uint32_t max_waiting; /* requests beside the one that is computed; more are refused with BUSY */
+    uint32_t chunk_tokens; /* of all prompts of a pass */
+    uint32_t max_batch;    /* prompts in a pass; 0: 1 */
+    uint32_t max_waiting;  /* requests beside the one that is computed; more are refused with BUSY */
 };
 
 enum td_status td_prefill_worker_create(const struct td_prefill_worker_options *o, struct td_kv_pages *kv,

@@ -73,6 +73,20 @@ static void on_ended(void *self, struct td_tx_send *s, enum td_status st, uint64
     td_prefill_worker_on_send_ended(((struct bench *)self)->w, s, st, bytes);
 }
 
+/* In the place of the one before, if there is one. */
+static void make_worker(struct bench *t, uint32_t chunk, uint32_t max_batch)
+{
+    td_prefill_worker_destroy(t->w);
+    struct td_prefill_worker_options o = {.model = &t->model,
+                                          .max_context_tokens = 4 * N_SRC_FULL,
+                                          .chunk_tokens = chunk,
+                                          .max_batch = max_batch,
+                                          .max_waiting = 4};
+    memcpy(o.kv, t->pair->src_layout, sizeof o.kv);
+    struct td_prefill_ports ports = {&t->pair->env, t, on_submit, on_event, on_finish, on_drained};
+    assert_int_equal(td_prefill_worker_create(&o, t->kv, t->send, &ports, &t->w), TD_OK);
+}
+
 static int make(void **state)
 {
     struct bench *t = calloc(1, sizeof *t);
@@ -101,11 +115,7 @@ static int make(void **state)
     assert_int_equal(td_prefill_send_create(&t->send), TD_OK);
     assert_int_equal(td_prefill_send_start(t->send, &t->x, &so), TD_OK);
     t->pair->tx = td_prefill_send_tx(t->send);
-    struct td_prefill_worker_options o = {
-        .model = &t->model, .max_context_tokens = 4 * N_SRC_FULL, .chunk_tokens = CHUNK, .max_waiting = 4};
-    memcpy(o.kv, kv, sizeof kv);
-    struct td_prefill_ports ports = {&t->pair->env, t, on_submit, on_event, on_finish, on_drained};
-    assert_int_equal(td_prefill_worker_create(&o, t->kv, t->send, &ports, &t->w), TD_OK);
+    make_worker(t, CHUNK, 1);
     t->d = (struct td_descriptor){.incarnation = D_INC, .name = "decode", .layout = so.layout, .n_ranks = 1};
     t->d.ranks[0] = (struct td_peer_rank){
         .address = "addr", .n_address = 4, .pools = {{1, "k", 1}, {2, "k", 1}}, .n_pages = {N_DST_SLIDING, N_DST_FULL}};
@@ -203,31 +213,36 @@ static struct call *start(struct bench *t, struct want *q, struct td_prefill_run
 
 /* --- the engine
  * ------------------------------------------------------------------------------------------------------- */
+/* Layer l's KV of a segment, of which what earlier ones stored must still be there. */
+static void store(struct bench *t, struct td_segment *s, uint32_t l, enum td_kv_group g)
+{
+    const struct td_kv_group_layout *lay = &t->pair->src_layout[g];
+    const struct td_page_table *pt = &s->table[g];
+    uint32_t seen = g == TD_KV_FULL || s->start < WINDOW ? 0 : s->start - (WINDOW - 1);
+    assert_true(pt->first_block <= seen / 4);
+    assert_int_equal(pt->first_block + pt->n_blocks, (s->start + s->n_tokens + 3) / 4);
+    for (uint32_t i = 0; i < pt->n_blocks; i++) {
+        uint32_t block = pt->first_block + i;
+        assert_int_not_equal(pt->pages[i], TD_NO_PAGE);
+        assert_int_equal(td_kv_pages_refs(t->kv, g, pt->pages[i]), 1);
+        uint8_t *at = t->pair->src[g] + td_kv_offset(lay, t->model.layer_in_group[l], pt->pages[i], 0, false, 0);
+        if (block < s->start / 4) { /* of an earlier chunk: still there */
+            assert_int_equal(at[0], pattern(s->tokens[0], g, t->model.layer_in_group[l], block, 0));
+            continue;
+        }
+        for (size_t k = 0; k < td_kv_page_bytes(lay); k++)
+            at[k] = pattern(s->tokens[0], g, t->model.layer_in_group[l], block, k);
+    }
+}
+
 /* The layers of the batch that was submitted first, [from, end). */
 static void layers(struct bench *t, uint32_t from, uint32_t end)
 {
     struct td_batch *b = t->batches[0];
-    struct td_segment *s = b->segments;
     assert_true(t->n_batches > 0);
     for (uint32_t l = from; l < end; l++) {
         enum td_kv_group g = t->model.is_sliding[l] ? TD_KV_SLIDING : TD_KV_FULL;
-        const struct td_kv_group_layout *lay = &t->pair->src_layout[g];
-        const struct td_page_table *pt = &s->table[g];
-        uint32_t seen = g == TD_KV_FULL || s->start < WINDOW ? 0 : s->start - (WINDOW - 1);
-        assert_true(pt->first_block <= seen / 4);
-        assert_int_equal(pt->first_block + pt->n_blocks, (s->start + s->n_tokens + 3) / 4);
-        for (uint32_t i = 0; i < pt->n_blocks; i++) {
-            uint32_t block = pt->first_block + i;
-            assert_int_not_equal(pt->pages[i], TD_NO_PAGE);
-            assert_int_equal(td_kv_pages_refs(t->kv, g, pt->pages[i]), 1);
-            uint8_t *at = t->pair->src[g] + td_kv_offset(lay, t->model.layer_in_group[l], pt->pages[i], 0, false, 0);
-            if (block < s->start / 4) { /* of an earlier chunk: still there */
-                assert_int_equal(at[0], pattern(s->tokens[0], g, t->model.layer_in_group[l], block, 0));
-                continue;
-            }
-            for (size_t k = 0; k < td_kv_page_bytes(lay); k++)
-                at[k] = pattern(s->tokens[0], g, t->model.layer_in_group[l], block, k);
-        }
+        for (uint32_t i = 0; i < b->n_segments; i++) store(t, &b->segments[i], l, g);
         if (b->want_layers) td_prefill_worker_on_layer(t->w, b, l);
     }
 }
@@ -236,7 +251,7 @@ static void done(struct bench *t, uint32_t token, enum td_status st)
     struct td_batch *b = t->batches[0];
     assert_true(t->n_batches > 0);
     memmove(t->batches, t->batches + 1, --t->n_batches * sizeof t->batches[0]);
-    b->segments[0].token = token;
+    for (uint32_t i = 0; i < b->n_segments; i++) b->segments[i].token = token;
     td_prefill_worker_on_done(t->w, b, st);
 }
 /* One whole batch. Its pages are scribbled over when nobody holds them: a put that reads later would carry that. */
@@ -338,6 +353,96 @@ static void the_next_prompt_is_computed_while_the_last_is_sent(void **state)
     assert_int_equal(cb->n_first, 1);
     settle(t->pair);
     assert_int_equal(a->n_ready + b->n_ready, 2);
+}
+
+static void prompts_share_a_pass_if_told_to(void **state)
+{
+    struct bench *t = *state;
+    make_worker(t, CHUNK, 3);
+    struct want *q[4];
+    struct call *c[4];
+    for (int i = 0; i < 4; i++) q[i] = reserve(t->pair, i == 0 ? 13 : 2 + (uint32_t)i, 0);
+    for (int i = 0; i < 4; i++) c[i] = start(t, q[i], NULL);
+    assert_int_equal(t->n_batches, 1);
+    assert_int_equal(t->batches[0]->n_segments, 1); /* the others came later, and the first takes all of the budget */
+    compute(t, 5);
+    /* 5 left of the first; 3 of the 3 of the second; nothing for the third. */
+    assert_int_equal(t->batches[0]->n_segments, 2);
+    assert_int_equal(t->batches[0]->segments[0].n_tokens, 5);
+    assert_int_equal(t->batches[0]->segments[1].n_tokens, 3);
+    compute(t, 5);
+    assert_int_equal(c[0]->n_first + c[1]->n_first, 2);
+    assert_int_equal(t->batches[0]->n_segments, 2);
+    assert_int_equal(t->batches[0]->segments[0].n_tokens, 4);
+    assert_int_equal(t->batches[0]->segments[1].n_tokens, 4); /* of 5 */
+    compute(t, 5);
+    compute(t, 5);
+    assert_int_equal(t->n_batches, 0);
+    settle(t->pair);
+    for (int i = 0; i < 4; i++) {
+        assert_int_equal(q[i]->n_ready, 1); /* compared byte by byte */
+        assert_int_equal(c[i]->st, TD_OK);
+    }
+}
+
+static void one_that_leaves_a_shared_pass_does_not_disturb_the_others(void **state)
+{
+    struct bench *t = *state;
+    make_worker(t, 20, 4);
+    struct want *blocker = reserve(t->pair, 3, 0), *q[3];
+    struct td_prefill_run *r[3];
+    start(t, blocker, NULL);
+    for (int i = 0; i < 3; i++) q[i] = reserve(t->pair, 6, 0);
+    for (int i = 0; i < 3; i++) start(t, q[i], &r[i]);
+    compute(t, 5);
+    assert_int_equal(t->batches[0]->n_segments, 3);
+    layers(t, 0, 1);
+    td_prefill_worker_on_gone(t->w, r[1], TD_E_CANCELED);
+    assert_false(atomic_load(&t->batches[0]->is_abandoned));
+    layers(t, 1, 3);
+    done(t, 5, TD_OK);
+    settle(t->pair);
+    assert_int_equal(q[0]->n_ready + q[1]->n_ready * 10 + q[2]->n_ready, 2);
+    /* Once nobody is left the pass is given up. */
+    struct want *last[2] = {reserve(t->pair, 6, 0), reserve(t->pair, 6, 0)};
+    start(t, last[0], &r[0]);
+    start(t, last[1], &r[1]);
+    td_prefill_worker_on_gone(t->w, r[1], TD_E_CANCELED);
+    assert_false(atomic_load(&t->batches[0]->is_abandoned));
+    td_prefill_worker_on_gone(t->w, r[0], TD_E_CANCELED);
+    assert_true(atomic_load(&t->batches[0]->is_abandoned));
+    done(t, 5, TD_E_CANCELED);
+}
+
+static void a_deadline_that_cannot_be_met_is_refused_at_once(void **state)
+{
+    struct bench *t = *state;
+    make_worker(t, 40, 1);
+    start(t, reserve(t->pair, 40, 0), NULL);
+    advance_ms(t->pair, 40); /* a token takes a millisecond */
+    compute(t, 5);
+    settle(t->pair);
+    uint64_t now = t->pair->now;
+    struct run_msg m;
+    struct call *c = new_call(t);
+    run_msg(t, reserve(t->pair, 40, 0), &m);
+    assert_null(td_prefill_worker_on_run(t->w, c, now + 39 * TD_NS_PER_MS, &m.m));
+    assert_int_equal(c->st, TD_E_DEADLINE);
+    assert_non_null(strstr(c->text, "40 tokens"));
+    assert_int_equal(t->n_batches, 0);
+    settle(t->pair);
+    /* What is before it counts, but not what has been computed of that. */
+    c = new_call(t);
+    run_msg(t, reserve(t->pair, 40, 0), &m);
+    assert_non_null(td_prefill_worker_on_run(t->w, c, now + 41 * TD_NS_PER_MS, &m.m));
+    struct call *behind = new_call(t);
+    run_msg(t, reserve(t->pair, 36, 0), &m);
+    assert_null(td_prefill_worker_on_run(t->w, behind, now + 75 * TD_NS_PER_MS, &m.m));
+    assert_int_equal(behind->st, TD_E_DEADLINE);
+    compute(t, 5);
+    settle(t->pair);
+    assert_int_equal(c->st, TD_OK);
+    settle(t->pair);
 }
 
 static void prompts_wait_for_pages(void **state)
@@ -824,6 +929,9 @@ int main(void)
         T(every_length_arrives_whole),
         T(layers_leave_while_the_next_are_computed),
         T(the_next_prompt_is_computed_while_the_last_is_sent),
+        T(prompts_share_a_pass_if_told_to),
+        T(one_that_leaves_a_shared_pass_does_not_disturb_the_others),
+        T(a_deadline_that_cannot_be_met_is_refused_at_once),
         T(prompts_wait_for_pages),
         T(a_prompt_that_no_page_will_ever_serve_fails),
         T(a_stop_id_ends_it_without_kv),
