@@ -10,6 +10,7 @@
 #include "common/base/check.h"
 #include "common/base/clock.h"
 #include "common/base/mem.h"
+#include "common/text/utf8.h"
 #include "router/api_int.h"
 #include "router/router_int.h"
 
@@ -20,11 +21,7 @@
 #define RETRY_AFTER_S      "1"         /* a queue of requests moves on within a second or not at all */
 
 static const struct td_api_endpoint *const endpoints[] = {
-    &td_api_chat,
-    &td_api_responses,
-    &td_api_completions,
-    &td_api_tokenize,
-    &td_api_detokenize,
+    &td_api_chat, &td_api_responses, &td_api_completions, &td_api_tokenize, &td_api_detokenize,
 };
 
 struct call {
@@ -251,6 +248,8 @@ static enum td_status measure(const struct td_buf *body, struct td_err *err)
 
 enum td_status td_api_read_body(struct td_api_call *api, const struct td_buf *body, struct td_err *err)
 {
+    size_t n_valid = td_utf8_valid_prefix(body->data, body->n);
+    if (n_valid < body->n) return td_err_set(err, TD_E_INVALID, "the body is not UTF-8 at byte %zu", n_valid);
     enum td_status st = measure(body, err);
     if (st != TD_OK) return st;
     json_error_t e;
