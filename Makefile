@@ -116,6 +116,7 @@ $(DESCRIPTORS): $(PROTOS)
 	$(Q)protoc-c --include_imports --descriptor_set_out=$(@:.inc=.bin) $(PROTOS)
 	$(Q)od -An -v -tx1 $(@:.inc=.bin) | sed 's/ \([0-9a-f][0-9a-f]\)/0x\1,/g' > $@
 $(BUILD)/obj/common/rpc/reflection.o: $(DESCRIPTORS)
+$(BUILD)/obj/router/page.o: router/page.html
 
 $(BUILD)/obj/%.o: %.c | $(GEN_H)
 	@mkdir -p $(@D)

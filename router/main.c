@@ -15,6 +15,7 @@
 #include "common/http/admin.h"
 #include "common/metrics/metrics.h"
 #include "router/api.h"
+#include "router/page.h"
 #include "router/router_int.h"
 
 #define HTTP_GRACE_MS 1000u /* for an admin page that is being read while we leave */
@@ -157,6 +158,7 @@ static enum td_status listen_on_all(struct daemon *d, struct td_err *err)
     TD_TRY(td_http_create(ro->loop, &http, &d->http));
     TD_TRY(td_admin_add_routes(d->http, &d->admin));
     TD_TRY(td_api_add_routes(ro, d->http));
+    TD_TRY(td_page_add_routes(d->http));
     TD_TRY(td_rpc_serve(ro->rpc, ro->cfg.rpc_address, td_router_methods, ro, err));
     TD_TRY(td_http_listen(d->http, ro->cfg.http_address, err));
 out:
