@@ -120,7 +120,7 @@ static void show(struct td_choice *c, const char *text, size_t n)
 {
     if (is_content(c->open.kind)) {
         c->n_fed += n;
-        c->is_stopped = td_stops_feed(&c->stops, text, n, &c->text);
+        c->is_stopped = td_stop_feed(c->stop, text, n, &c->text);
     } else {
         td_buf_put(&c->text, text, n);
     }
@@ -129,7 +129,7 @@ static void show(struct td_choice *c, const char *text, size_t n)
 static void close_message(struct td_choice *c, bool is_complete)
 {
     if (!c->is_hidden) {
-        if (is_content(c->open.kind) && !c->is_stopped) td_stops_flush(&c->stops, &c->text);
+        if (is_content(c->open.kind) && !c->is_stopped) td_stop_end(c->stop, &c->text);
         send_text(c, true);
         c->open.is_complete = is_complete;
         if (c->is_open) send(c, TD_CHOICE_MESSAGE_END);
@@ -293,7 +293,7 @@ enum td_status td_choice_init(struct td_choice *c, const struct td_order *order,
     c->on_event = on_event;
     c->user = user;
     td_detok_init(&c->detok, tokenizer, false);
-    enum td_status st = td_stops_init(&c->stops, order->stop_strings, order->n_stop_strings);
+    enum td_status st = td_stop_create(order->stop_strings, order->n_stop_strings, &c->stop);
     if (st != TD_OK) return st;
     open_message(c, TD_CHAT_CONTENT); /* a plain prompt's only message */
     if (!order->is_chat) return TD_OK;
@@ -304,7 +304,7 @@ enum td_status td_choice_init(struct td_choice *c, const struct td_order *order,
 void td_choice_deinit(struct td_choice *c)
 {
     td_chat_parser_destroy(c->parser);
-    td_stops_deinit(&c->stops);
+    td_stop_destroy(c->stop);
     td_buf_free(&c->function);
     td_buf_free(&c->text);
     free(c->functions);

@@ -11,9 +11,9 @@
 #include "common/base/bytes.h"
 #include "common/text/chat.h"
 #include "common/text/detok.h"
+#include "common/text/stop.h"
 #include "proto/inference.pb-c.h"
 #include "router/order.h"
-#include "router/stops.h"
 
 #define TD_CALL_ID_BYTES 32u /* "call_", 24 letters and digits, NUL */
 
@@ -65,7 +65,7 @@ struct td_choice {
     struct td_chat_parser *parser; /* NULL: a plain prompt */
     struct td_text *functions;     /* declared */
     struct td_detok detok;
-    struct td_stops stops;
+    struct td_stop *stop;
 
     struct td_choice_event open;             /* the message that is open; its texts are in the buffers below */
     bool is_hidden, is_open, has_shown_text; /* is_open: MESSAGE_START was sent */
