@@ -11,6 +11,8 @@ void td_decode_worker_load(const struct td_decode_worker *w, Tandem__V1__Load *o
     out->free_full_pages = td_kv_pages_n_free(w->kv, TD_KV_FULL);
     out->quarantined_pages = td_rx_n_quarantined_pages(w->rx);
     out->is_draining = w->is_draining;
+    out->prefill_tokens_per_s = td_pace_per_s(&w->prompts);
+    out->step_us = td_pace_us_each(&w->steps);
 }
 
 uint32_t td_decode_worker_n_requests(const struct td_decode_worker *w) { return w->n_requests; }

@@ -48,6 +48,13 @@ void td_decode_sched_destroy(struct td_decode_sched *s)
 }
 
 bool td_decode_sched_is_in_flight(const struct td_decode_sched *s) { return s->is_in_flight; }
+uint32_t td_decode_sched_n_step_prompt(const struct td_decode_sched *s)
+{
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < s->step.n_segments; i++)
+        if (s->segments[i].n_tokens > 1) n += s->segments[i].n_tokens;
+    return n;
+}
 bool td_decode_sched_has_stalled(const struct td_decode_sched *s) { return s->has_stalled; }
 uint32_t td_decode_sched_n_queued(const struct td_decode_sched *s) { return s->n_queued; }
 uint32_t td_decode_sched_n_running(const struct td_decode_sched *s) { return s->n_running; }

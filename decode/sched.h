@@ -90,6 +90,7 @@ void td_decode_sched_remove(struct td_decode_sched *s, struct td_decode_seq *q);
 struct td_batch *td_decode_sched_plan(struct td_decode_sched *s);
 void td_decode_sched_done(struct td_decode_sched *s, enum td_status st); /* the step planned last is over */
 bool td_decode_sched_is_in_flight(const struct td_decode_sched *s);
+uint32_t td_decode_sched_n_step_prompt(const struct td_decode_sched *s); /* prompt tokens in the step in flight */
 bool td_decode_sched_has_stalled(
     const struct td_decode_sched *s); /* the last plan left a sequence out for want of pages */
 uint32_t td_decode_sched_n_queued(const struct td_decode_sched *s);

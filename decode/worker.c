@@ -189,6 +189,11 @@ void td_decode_worker_on_step(struct td_decode_worker *w, enum td_status st)
     td_metric_add(TD_M_steps, 1);
     td_metric_observe(TD_M_step_seconds, (double)(td_decode_now(w) - w->step_started_ns) / (double)TD_NS_PER_S);
     if (st != TD_OK && td_status_scope(st) == TD_SCOPE_PROCESS) w->is_broken = true;
+    if (st == TD_OK) {
+        uint32_t n_prompt = td_decode_sched_n_step_prompt(w->sched);
+        td_pace_note(n_prompt > 0 ? &w->prompts : &w->steps, n_prompt > 0 ? n_prompt : 1,
+                     td_decode_now(w) - w->step_started_ns);
+    }
     td_decode_sched_done(w->sched, st);
     if (w->is_broken) {
         td_decode_worker_end_all(w, st, "the engine failed");

@@ -5,6 +5,7 @@
 
 #include "common/base/clock.h"
 #include "common/base/list.h"
+#include "common/engine/pace.h"
 #include "common/engine/request.h"
 #include "decode/sched.h"
 #include "decode/stream.h"
@@ -59,6 +60,7 @@ struct td_decode_worker {
     uint64_t next_order;
     uint64_t step_started_ns;
     uint64_t n_steps, n_tokens_drawn;
+    struct td_pace prompts, steps; /* prompt tokens in steps that have some; steps that have none */
     bool is_draining, has_drained, is_broken, is_destroying;
     unsigned depth; /* of events being handled: what follows from them is done once, at the end */
     struct td_timer stall_timer;

@@ -24,6 +24,7 @@
 #include "common/base/json.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
+#include "common/engine/pace.h"
 #include "common/engine/request.h"
 #include "common/handoff/wire.h"
 #include "common/metrics/metrics.h"
@@ -106,7 +107,8 @@ struct td_prefill_worker {
     struct td_page_copy *copies;
     bool has_batch; /* in the engine */
     uint64_t submitted_ns;
-    struct td_prefill_pace pace;
+    struct td_prefill_pace pace; /* at its best: what can surely not be met in time */
+    struct td_pace mean_pace;    /* for the router */
     bool is_draining, is_advancing;
 };
 
@@ -448,6 +450,7 @@ void td_prefill_worker_on_done(struct td_prefill_worker *w, struct td_batch *b, 
     uint32_t n = b->n_segments, n_tokens = 0;
     for (uint32_t i = 0; i < n; i++) n_tokens += w->segments[i].n_tokens;
     if (st == TD_OK) td_prefill_pace_observe(&w->pace, n_tokens, took_ns);
+    if (st == TD_OK) td_pace_note(&w->mean_pace, n_tokens, took_ns);
     for (uint32_t i = 0; i < n; i++) chunk_done(w->segments[i].user, &w->segments[i], st);
     w->batch.n_segments = 0;
     w->has_batch = false;
@@ -661,6 +664,7 @@ void td_prefill_worker_load(const struct td_prefill_worker *w, Tandem__V1__Load 
     out->free_sliding_pages = td_kv_pages_n_free(w->sched.pages, TD_KV_SLIDING);
     out->free_full_pages = td_kv_pages_n_free(w->sched.pages, TD_KV_FULL);
     out->is_draining = w->is_draining;
+    out->prefill_tokens_per_s = td_pace_per_s(&w->mean_pace);
 }
 
 void td_prefill_worker_describe(const struct td_prefill_worker *w, struct td_buf *out)

@@ -9,6 +9,8 @@ static enum td_status choose(struct td_admit *a, struct td_request *r, struct td
         .failed_prefill = r->failed_prefill,
         .blame = r->blame,
         .same_ok = r->same_ok,
+        .on = a->prefill_on,
+        .n_behind = a->n_waiting,
         .is_last_try = r->n_retries >= TD_ROUTER_MAX_RETRIES,
     };
     struct td_place place;

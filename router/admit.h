@@ -12,7 +12,8 @@ struct td_admit {
     struct td_env *env;
     struct td_list queue;
     uint32_t n_waiting, n_max;
-    uint32_t n_tokenizing; /* accepted, their prompt is being made: they count against n_max too */
+    enum td_prefill_on prefill_on; /* set after init; default: auto */
+    uint32_t n_tokenizing;         /* accepted, their prompt is being made: they count against n_max too */
     struct td_timer pump;
 };
 

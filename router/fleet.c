@@ -222,6 +222,8 @@ void td_fleet_report(struct td_fleet *f, struct td_worker *w, const Tandem__V1__
     w->load.quarantined_pages = load->quarantined_pages;
     w->load.last_step_age_us = load->last_step_age_us;
     w->load.is_draining = load->is_draining;
+    w->load.prefill_tokens_per_s = load->prefill_tokens_per_s;
+    w->load.step_us = load->step_us;
     w->seen_ns = f->ports->env->now_ns(f->ports->env);
     w->is_full = false;
     w->has_reported = true;
@@ -257,6 +259,18 @@ void td_fleet_wired(struct td_fleet *f, struct td_worker *w, bool is_wired)
     if (w->is_wired == is_wired) return;
     w->is_wired = is_wired;
     f->ports->changed(f->ports->self);
+}
+
+void td_fleet_note_handoff(struct td_fleet *f, uint64_t us)
+{
+    uint64_t step_us = UINT64_MAX; /* the next token takes that long wherever the prompt was computed */
+    TD_LIST_FOREACH (it, &f->workers) {
+        const struct td_worker *w = TD_LIST_ENTRY(it, struct td_worker, link);
+        if (w->role == TANDEM__V1__ROLE__ROLE_DECODE && w->is_live && w->load.step_us < step_us)
+            step_us = w->load.step_us;
+    }
+    us = us > step_us ? us - step_us : 0;
+    f->handoff_us = f->handoff_us <= 0 ? (double)us : f->handoff_us * 0.9 + (double)us * 0.1;
 }
 
 /* --- what we gave them ----------------------------------------------------------------------------------- */
@@ -364,11 +378,12 @@ void td_fleet_describe(const struct td_fleet *f, struct td_buf *out)
                       w->load.is_draining ? "true" : "false", w->is_wired ? "true" : "false",
                       w->is_full ? "true" : "false", ms_ago(now, w->joined_ns), ms_ago(now, w->seen_ns), w->n_requests,
                       w->n_prefilling, w->prefill_tokens);
-        td_buf_printf(out,
-                      "\"load\":{\"n_running\":%u,\"n_waiting\":%u,\"free_sliding_pages\":%u,\"free_full_pages\":%u,"
-                      "\"quarantined_pages\":%u,\"last_step_age_us\":%" PRIu64 "}}",
-                      w->load.n_running, w->load.n_waiting, w->load.free_sliding_pages, w->load.free_full_pages,
-                      w->load.quarantined_pages, w->load.last_step_age_us);
+        td_buf_printf(
+            out,
+            "\"load\":{\"n_running\":%u,\"n_waiting\":%u,\"free_sliding_pages\":%u,\"free_full_pages\":%u,"
+            "\"quarantined_pages\":%u,\"last_step_age_us\":%" PRIu64 ",\"prefill_tokens_per_s\":%u,\"step_us\":%u}}",
+            w->load.n_running, w->load.n_waiting, w->load.free_sliding_pages, w->load.free_full_pages,
+            w->load.quarantined_pages, w->load.last_step_age_us, w->load.prefill_tokens_per_s, w->load.step_us);
     }
     td_buf_str(out, "]");
 }

@@ -58,6 +58,8 @@ struct td_fleet {
     uint64_t timeout_ns;
     struct td_timer tick, reap;
     uint64_t n_picks;
+    double
+        handoff_us; /* what a hand-off adds to computing: calls on the way, and the wait for its KV; measured lately */
 };
 
 /* timeout_ms: silence after which a worker is lost. model: the only name accepted. Both ports and model outlive f. */
@@ -74,6 +76,9 @@ void td_fleet_report(struct td_fleet *f, struct td_worker *w, const Tandem__V1__
 void td_fleet_leave(struct td_fleet *f, struct td_worker *w); /* its Join stream ended */
 void td_fleet_lose(struct td_fleet *f, struct td_worker *w, const char *why);
 void td_fleet_wired(struct td_fleet *f, struct td_worker *w, bool is_wired);
+
+/* A hand-off took that much more than computing its prompt, up to the decode worker's first token. */
+void td_fleet_note_handoff(struct td_fleet *f, uint64_t us);
 
 /* A request with n_tokens to prefill takes a pair of workers (prefill NULL: decode computes them), its prefill is over
  * at who computed it (first token, or its run ended), and it lets go of one. */

@@ -172,6 +172,8 @@ void td_front_note_done(struct td_router *ro, const struct td_request *r, bool h
     td_metric_add(TD_M_requests_migrated, r->n_migrations);
     td_metric_add(TD_M_requests_preempted, r->n_preempted);
     if (r->t_first != 0 && r->prefill_name[0] == '\0') td_metric_add(TD_M_requests_local, 1);
+    uint64_t extra_us = st == TD_OK ? td_request_handoff_extra_us(r) : UINT64_MAX;
+    if (extra_us != UINT64_MAX) td_fleet_note_handoff(&ro->fleet, extra_us);
     double ttft_ms = r->t_first != 0 ? (double)(r->t_first - r->t_received) / 1e6 : 0;
     TD_INFO("request_done",
             "req=%s status=%s prompt_tokens=%u generated_tokens=%u ttft_ms=%.1f total_ms=%.1f migrations=%u deaths=%u "

@@ -123,7 +123,7 @@ static enum td_status open_model(struct td_router *ro, struct td_err *err)
     return td_chat_format_open("auto", ro->tokenizer, &ro->format, err);
 }
 
-static enum td_status start_fleet(struct td_router *ro)
+static enum td_status start_fleet(struct td_router *ro, struct td_err *err)
 {
     ro->env = td_loop_env(ro->loop);
     ro->incarnation = ro->env->random(ro->env) | 1; /* never 0 */
@@ -144,6 +144,9 @@ static enum td_status start_fleet(struct td_router *ro)
     td_front_bind(ro);
     td_fleet_init(&ro->fleet, &ro->fleet_ports, ro->cfg.model_name, ro->cfg.worker_timeout);
     td_admit_init(&ro->admit, ro->env, &ro->fleet, ro->cfg.max_queue);
+    if (!td_place_parse_on(ro->cfg.prefill_on, &ro->admit.prefill_on))
+        return td_err_set(err, TD_E_BAD_CONFIG, "--prefill-on: \"%s\" is not auto, prefill or decode",
+                          ro->cfg.prefill_on);
     return TD_OK;
 }
 
@@ -191,7 +194,7 @@ int main(int argc, char **argv)
     TD_TRY(td_process_prepare(&err));
     TD_TRY(open_model(ro, &err));
     TD_TRY(td_loop_create(&ro->loop));
-    TD_TRY(start_fleet(ro));
+    TD_TRY(start_fleet(ro, &err));
     TD_TRY(listen_on_all(&d, &err));
     TD_TRY(td_loop_on_signal(ro->loop, on_signal, &d));
     TD_TRY(write_address_file(&d, &err));

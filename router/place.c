@@ -3,7 +3,10 @@
  *     whichever is larger, since a report is up to a heartbeat old); then the most free pages; then the one chosen
  *     longest ago.
  *   prefill worker: live, not draining, with room for one more. The one with the fewest runs; then the fewest prompt
- *     tokens; then the one chosen longest ago. If there is none at all, the decode worker computes the prompt.
+ *     tokens; then the one chosen longest ago.
+ *   which of the two computes the prompt: whoever costs less by cost.c, the prefill worker if nothing is known yet. The
+ *     decode worker if there is no prefill worker at all. If all of them have enough to do and waiting costs less, the
+ *     request waits.
  * A worker whose engine step has lasted longer than a worker may be silent is taken only if there is no other.
  *
  * A request that had to give its pages up comes back where all it needs now is free, and one page more for each
@@ -13,6 +16,11 @@
  * run another prefill worker is preferred; if there is none, or this is the last try, the decode worker does it alone:
  * that needs no hand-off. */
 #include "router/place.h"
+
+#include <string.h>
+
+#include "common/base/check.h"
+#include "router/cost.h"
 
 static uint32_t max_u32(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
@@ -72,17 +80,40 @@ static struct td_worker *choose_decode(struct td_fleet *f, const struct td_place
     return d;
 }
 
-static struct td_worker *choose_prefill(struct td_fleet *f, const struct td_place_query *q, bool avoid)
+/* has_room: with room for one more. Else the one that has room first. */
+static struct td_worker *choose_prefill(struct td_fleet *f, const struct td_place_query *q, bool avoid, bool has_room)
 {
     struct td_worker *p = NULL;
     TD_LIST_FOREACH (it, &f->workers) {
         struct td_worker *w = TD_LIST_ENTRY(it, struct td_worker, link);
-        if (!is_usable(w, TANDEM__V1__ROLE__ROLE_PREFILL) || w->is_full) continue;
+        if (!is_usable(w, TANDEM__V1__ROLE__ROLE_PREFILL)) continue;
         if (avoid && w->incarnation == q->failed_prefill) continue;
-        if (w->n_prefilling >= TD_PLACE_PREFILL_DEPTH) continue;
+        if (has_room && (w->is_full || w->n_prefilling >= TD_PLACE_PREFILL_DEPTH)) continue;
         if (p == NULL || is_better_prefill(f, w, p)) p = w;
     }
     return p;
+}
+
+/* Should d compute the prompt itself? p: whom it would be given to else, now or as soon as it has room. */
+static bool is_local_cheaper(const struct td_fleet *f, const struct td_place_query *q, const struct td_worker *d,
+                             const struct td_worker *p)
+{
+    if (q->on != TD_PREFILL_ON_AUTO) return q->on == TD_PREFILL_ON_DECODE;
+    struct td_cost_query cost = {.n_remote = q->n_tokens, .n_local = q->n_tokens, .n_behind = q->n_behind};
+    uint64_t remote_us = td_cost_remote_us(f, p, &cost), local_us = td_cost_local_us(d, p, &cost);
+    return remote_us != TD_COST_UNKNOWN && local_us < remote_us;
+}
+
+bool td_place_parse_on(const char *word, enum td_prefill_on *out)
+{
+    static const char *const words[] = {
+        [TD_PREFILL_ON_AUTO] = "auto", [TD_PREFILL_ON_PREFILL] = "prefill", [TD_PREFILL_ON_DECODE] = "decode"};
+    for (unsigned i = 0; i < TD_COUNT(words); i++) {
+        if (strcmp(word, words[i]) != 0) continue;
+        *out = (enum td_prefill_on)i;
+        return true;
+    }
+    return false;
 }
 
 enum td_status td_place_choose(struct td_fleet *f, const struct td_place_query *q, struct td_place *out,
@@ -109,9 +140,14 @@ enum td_status td_place_choose(struct td_fleet *f, const struct td_place_query *
     bool is_local = (avoid_prefill ? n_other_prefill : n_prefill) == 0 ||
                     (is_retry && q->is_last_try && q->blame == TD_BLAME_PREFILL);
     struct td_worker *d = choose_decode(f, q, avoid_decode);
-    struct td_worker *p = is_local ? NULL : choose_prefill(f, q, avoid_prefill);
-    if (d == NULL || (p == NULL && !is_local))
-        return td_err_set(err, TD_E_BUSY, "no %s worker has room", d == NULL ? "decode" : "prefill");
+    if (d == NULL) return td_err_set(err, TD_E_BUSY, "no decode worker has room");
+    struct td_worker *p = is_local ? NULL : choose_prefill(f, q, avoid_prefill, true);
+    struct td_worker *later = is_local || p != NULL ? p : choose_prefill(f, q, avoid_prefill, false);
+    is_local = is_local || is_local_cheaper(f, q, d, later);
+    if (is_local)
+        p = NULL;
+    else if (p == NULL)
+        return td_err_set(err, TD_E_BUSY, "no prefill worker has room");
     *out = (struct td_place){.decode = d, .prefill = p};
     return TD_OK;
 }

@@ -9,6 +9,9 @@
  * queue stays in the router, so that reserved pages do not idle behind it. */
 #define TD_PLACE_PREFILL_DEPTH 2u
 
+/* --prefill-on: where prompts are computed. Without prefill workers decode workers do it all the same. */
+enum td_prefill_on { TD_PREFILL_ON_AUTO, TD_PREFILL_ON_PREFILL, TD_PREFILL_ON_DECODE };
+
 /* Whose failure it looked like. PREFILL: or that of the hand-off; the decode worker by itself is well. */
 enum td_blame { TD_BLAME_NONE, TD_BLAME_DECODE, TD_BLAME_PREFILL };
 
@@ -20,11 +23,15 @@ struct td_place_query {
     enum td_blame blame;
     bool same_ok;     /* the same pair may do better later */
     bool is_last_try; /* no further failure is forgiven: as few workers as can do it */
+    enum td_prefill_on on;
+    uint32_t n_behind; /* requests that wait for their turn */
 };
 struct td_place {
     struct td_worker *decode, *prefill; /* prefill NULL: decode computes the prompt */
 };
 
+/* "auto", "prefill", "decode"; false: something else. */
+bool td_place_parse_on(const char *word, enum td_prefill_on *out);
 /* OK; BUSY: there are workers, none has room now; UNAVAILABLE: nobody can take it, err says why. */
 enum td_status td_place_choose(struct td_fleet *f, const struct td_place_query *q, struct td_place *out,
                                struct td_err *err);

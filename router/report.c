@@ -35,6 +35,15 @@ void td_request_timing(const struct td_request *r, Tandem__V1__Timing *out)
     out->migrations = r->n_migrations;
 }
 
+uint64_t td_request_handoff_extra_us(const struct td_request *r)
+{
+    if (r->t_prefilled == 0 || r->t_first_decoded < r->t_prefilled || r->prefill_us == 0) return UINT64_MAX;
+    if (r->n_tries != 1) return UINT64_MAX;
+    uint64_t until_first_us = us_between(r->t_run, r->t_prefilled);
+    uint64_t way_us = until_first_us > r->prefill_us ? until_first_us - r->prefill_us : 0;
+    return way_us + us_between(r->t_prefilled, r->t_first_decoded);
+}
+
 static uint64_t ms_between(uint64_t from_ns, uint64_t to_ns) { return (to_ns - from_ns) / TD_NS_PER_MS; }
 
 void td_request_describe(const struct td_request *r, struct td_buf *out)

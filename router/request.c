@@ -219,6 +219,7 @@ void td_request_copy_name(char *out, size_t n, const char *name)
 static enum td_request_event start_decode(struct td_request *r)
 {
     r->had_turn = true;
+    r->n_tries++;
     r->has_place = true; /* its place in the prefill is taken from now on */
     if (r->t_run == 0) r->t_run = td_request_now(r);
     td_request_copy_name(r->decode_name, sizeof r->decode_name, r->decode->identity->name);

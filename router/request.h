@@ -94,7 +94,7 @@ struct td_request {
     struct td_list queue_link; /* admit.c */
 
     /* Failures */
-    uint32_t n_retries, n_turned, n_deaths, n_refused_alone;
+    uint32_t n_tries, n_retries, n_turned, n_deaths, n_refused_alone;
     uint32_t n_migrations, n_preempted;     /* went on elsewhere with tokens that its client has; gave up its pages */
     uint64_t failed_decode, failed_prefill; /* the last pair that failed, and how */
     enum td_blame blame;
@@ -140,6 +140,9 @@ bool td_request_is_queued(const struct td_request *r);
 const char *td_request_state_name(const struct td_request *r);
 /* Strings point into r. */
 void td_request_timing(const struct td_request *r, Tandem__V1__Timing *out);
+/* What the hand-off added to computing the prompt: the way there, and the wait for the decode worker's first token.
+ * UINT64_MAX: there was none, or not in one piece. */
+uint64_t td_request_handoff_extra_us(const struct td_request *r);
 void td_request_usage(const struct td_request *r, Tandem__V1__Usage *out);
 void td_request_describe(const struct td_request *r, struct td_buf *json_out);
 

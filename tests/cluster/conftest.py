@@ -150,9 +150,10 @@ class Fleet:
     """A router with workers, each a child of the test, so that they can be killed one by one."""
 
     def __init__(self, directory, n_prefill=1, n_decode=1, router_flags=(), prefill_flags=(), decode_flags=(), model=MODEL,
-                 wrap=()):
+                 wrap=(), prefill_on="prefill"):
+        """prefill_on: by default every prompt is handed over, whatever would be faster."""
         self.directory, self.model, self.wrap = pathlib.Path(directory), model, wrap
-        self.router_flags, self.flags = router_flags, {"prefill": prefill_flags, "decode": decode_flags}
+        self.router_flags, self.flags = ("--prefill-on", prefill_on, *router_flags), {"prefill": prefill_flags, "decode": decode_flags}
         self.daemons = []
         try:
             self.start(n_prefill, n_decode)

@@ -9,7 +9,7 @@ import time
 import grpc
 import pytest
 
-from conftest import IS_SANITIZED, Fleet, collect, free_pages, golden, wait_until
+from conftest import IS_SANITIZED, Fleet, collect, free_pages, golden, inference_grpc, wait_until
 
 SLOW = 4 if IS_SANITIZED else 1
 STEP = ("--layer-delay", "2")      # a step takes 12 ms and more, so that there is a middle to meet
@@ -324,3 +324,56 @@ def test_random_kills_change_no_token(world):
     # only what saw two workers die may fail
     assert all(code == grpc.StatusCode.UNAVAILABLE and "second worker that died" in text for code, text in errors), errors
     assert n > 20 and n_migrated > 0 and len(errors) < n / 4, (n, n_migrated, len(errors))
+
+
+@pytest.mark.parametrize("slow", ["prefill", "decode"])
+def test_prompts_are_computed_where_it_costs_less(new_fleet, slow):
+    """By what the workers measured, not by what they are called: a delay in each layer makes one of them slow."""
+    delay = ("--layer-delay", "60")
+    fleet = new_fleet(prefill_on="auto", router_flags=("--heartbeat", "50"), **{f"{slow}_flags": delay})
+    client = fleet.client()
+    settings = dict(tokens=TEXT["ids"], max_tokens=5, ignore_eos=True, **KINDS["sampled"])
+    first = client.generate(**settings)
+    assert first.timing.prefill_worker, "nothing is known yet"
+
+    def paces():
+        return {w["role"]: w["load"]["prefill_tokens_per_s"] for w in fleet.router.statez()["state"]["workers"]}
+
+    def generate(tokens):
+        wait_until("all report that they rest", lambda: not any(w["load"]["n_running"] for w in fleet.router.statez()["state"]["workers"]), 10)
+        return client.generate(tokens=tokens, max_tokens=2)
+
+    wait_until("the prefill worker's pace is known", lambda: paces()["prefill"] > 0, 10)
+    fleet.prefill[0].kill(signal.SIGKILL)       # so that the decode worker has to show its own
+    fleet.wait_workers(0, 1)
+    assert facts(client.generate(**settings)) == facts(first)
+    wait_until("the decode worker's pace is known", lambda: paces()["decode"] > 0, 10)
+    fleet.prefill.append(fleet.add("prefill", "prefill-again"))
+    fleet.wait_workers(1, 1)
+    client.generate(**settings)
+    wait_until("both are known", lambda: paces().get("prefill", 0) > 0, 10)
+    before = fleet.router.metrics()["tandem_requests_local_total"]
+    outs = [generate(TEXT["ids"][i:]) for i in range(1, 5)]
+    assert [o.timing.prefill_worker == "" for o in outs] == [slow == "prefill"] * 4, paces()
+    assert fleet.router.metrics()["tandem_requests_local_total"] - before == (4 if slow == "prefill" else 0)
+    client.close()
+
+
+def test_a_client_that_does_not_read_holds_nobody_up(new_fleet):
+    """The batch goes on; the router keeps what is unread up to a bound, then ends that request alone."""
+    fleet = new_fleet(router_flags=("--max-client-backlog", "8192"))
+    client = fleet.client()
+    start = free_pages(fleet.decode[0])
+    settings = dict(tokens=SHORT["ids"], max_tokens=1500, ignore_eos=True)
+    with grpc.insecure_channel(fleet.router.rpc, options=[("grpc.http2.bdp_probe", 0)]) as channel:
+        lazy = inference_grpc.InferenceStub(channel).Generate(client.request(logprobs=20, **{**settings, "max_tokens": 3000}), timeout=120)
+        next(lazy)
+        readers = [Answer(client, **settings) for _ in range(2)]
+        outs = [r.result() for r in readers]
+        assert [len(o.ids) for o in outs] == [1500] * 2 and outs[0].ids == outs[1].ids
+        with pytest.raises(grpc.RpcError) as error:
+            for _ in lazy:
+                pass
+        assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    wait_until("its pages are back", lambda: free_pages(fleet.decode[0]) == start, 10)
+    client.close()
