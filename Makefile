@@ -30,7 +30,7 @@ LDFLAGS    += -pthread $(SANFLAGS)
 
 # Leaf arithmetic takes minutes under ThreadSanitizer; who runs it on what is pool.c, which stays watched.
 CFLAGS_UNWATCHED := $(if $(findstring thread,$(SAN)),-fno-sanitize=thread -O2)
-$(foreach f,micro_scalar micro_avx2 micro_avx512,$(eval CFLAGS_kernels_cpu_$(f) += $(CFLAGS_UNWATCHED)))
+$(foreach f,micro_scalar micro_avx2 micro_avx512 pack_weight,$(eval CFLAGS_kernels_cpu_$(f) += $(CFLAGS_UNWATCHED)))
 
 # ---- layers: "folder" or "folder:needs" (tests/lint/layers.py holds the same list and checks every include) -----------
 LAYERS     := common/base common/config common/metrics common/text kernels common/loop common/rpc common/http \

@@ -9,6 +9,7 @@
 #include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
+#include "common/base/tsan.h"
 #include "common/rpc/rpc_int.h"
 
 #define RPC_MAGIC                    0x72706331u /* "rpc1" */
@@ -16,25 +17,6 @@
 #define DEFAULT_KEEPALIVE_TIMEOUT_MS 5000u
 #define DEFAULT_MAX_QUEUED_BYTES     (1u << 20)
 #define DEFAULT_FIRST_MESSAGE_MS     30000u
-
-/* libgrpc is not built with the sanitizer: tell it that a tag's memory passes from one thread to the other through
- * core. */
-#if defined(__SANITIZE_THREAD__)
-#define HAS_TSAN 1
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define HAS_TSAN 1
-#endif
-#endif
-#ifdef HAS_TSAN
-void __tsan_acquire(void *addr);
-void __tsan_release(void *addr);
-#define TSAN_ACQUIRE(p) __tsan_acquire(p)
-#define TSAN_RELEASE(p) __tsan_release(p)
-#else
-#define TSAN_ACQUIRE(p) ((void)(p))
-#define TSAN_RELEASE(p) ((void)(p))
-#endif
 
 /* --- gRPC's log ------------------------------------------------------------------------------------------------------
  * What core calls an error is mostly a client that went away mid-handshake: a warning for us. */
@@ -71,7 +53,7 @@ gpr_timespec rpc_timespec(uint64_t deadline_ns)
 void rpc_tag_begin(struct rpc_tag *t)
 {
     t->rpc->n_in_flight++;
-    TSAN_RELEASE(t);
+    TD_TSAN_RELEASE(t);
 }
 
 bool rpc_start_batch(struct td_rpc_call *c, const grpc_op *ops, size_t n, struct rpc_tag *t)
@@ -107,7 +89,7 @@ static void *poll_completions(void *user)
         if (e.type == GRPC_QUEUE_SHUTDOWN) return NULL;
         if (e.type != GRPC_OP_COMPLETE) continue;
         struct rpc_tag *t = e.tag;
-        TSAN_ACQUIRE(t);
+        TD_TSAN_ACQUIRE(t);
         t->ok = e.success != 0;
         deliver_to_inbox(r, t);
     }

@@ -139,6 +139,7 @@ static void deliver_item(struct ucx *x, struct ucx_item *item)
     td_ucx_backlog_give(x->mailbox, m->n + sizeof *m);
     if (!x->is_destroying) {
         x->stats.n_received++;
+        td_ucx_emulate_see_written();
         if (x->handlers.on_message != NULL)
             x->handlers.on_message((struct td_xfer *)(void *)x, m->from, m->id, m->data, m->n, x->user);
     }

@@ -282,6 +282,7 @@ void td_ucx_wire_settle(struct ucx_op *op);               /* its last acknowledg
 void td_ucx_emulate_hello(struct ucx_peer *p);
 void td_ucx_emulate_put(struct ucx_op *op);
 bool td_ucx_emulate_is_over(const struct ucx_op *op); /* sent and acknowledged, or failed; true for other ops */
+void td_ucx_emulate_see_written(void); /* any thread, before a message is delivered: what it tells of is there */
 enum td_status td_ucx_emulate_listen(struct ucx *x, struct td_err *err);
 
 /* ucx_path.c: transfer thread */

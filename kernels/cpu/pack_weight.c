@@ -16,17 +16,28 @@ static uint32_t packed_col(enum td_row_order order, uint32_t n_out, uint32_t r)
     return 2 * first + (r % 2) * to_up + unit - first;
 }
 
-/* One stored element. false: not finite in bf16. */
-static bool mxfp4_element(const struct td_pack_weight_args *a, size_t row, size_t col, uint16_t *out)
+/* What each code stands for under each scale; NOT_FINITE where that is not finite in bf16. */
+#define NOT_FINITE 0x7f80u
+struct mxfp4 {
+    uint16_t value[256][16];
+};
+
+static void make_mxfp4(struct mxfp4 *t)
 {
     static const float magnitude[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+    for (int scale = 0; scale < 256; scale++)
+        for (uint32_t code = 0; code < 16; code++) {
+            float v = ldexpf(magnitude[code & 7], scale - 127);
+            bool is_finite = scale != 255 && isfinite(v);
+            t->value[scale][code] = is_finite ? td_f32_to_bf16(code & 8 ? -v : v) : NOT_FINITE;
+        }
+}
+
+static uint16_t mxfp4_element(const struct td_pack_weight_args *a, const struct mxfp4 *t, size_t row, size_t col)
+{
     size_t group = row * (a->ld / 32) + col / 32;
     uint8_t byte = ((const uint8_t *)a->data)[group * 16 + col % 32 / 2];
-    uint8_t code = col % 2 == 0 ? byte & 15 : byte >> 4;
-    float v = ldexpf(magnitude[code & 7], a->scales[group] - 127);
-    if (a->scales[group] == 255 || isinf(v)) return false;
-    *out = td_f32_to_bf16(code & 8 ? -v : v);
-    return true;
+    return t->value[a->scales[group]][col % 2 == 0 ? byte & 15 : byte >> 4];
 }
 
 enum td_status td_cpu_pack_weight(struct td_stream *s, const struct td_pack_weight_args *a)
@@ -35,6 +46,8 @@ enum td_status td_cpu_pack_weight(struct td_stream *s, const struct td_pack_weig
     size_t bias_bytes;
     size_t bytes = td_backend_cpu.packed_bytes(NULL, a->n_out, a->n_in, a->order, &bias_bytes);
     uint16_t *out = a->out;
+    struct mxfp4 mxfp4;
+    if (a->source == TD_SRC_MXFP4) make_mxfp4(&mxfp4);
     memset(out, 0, bytes);
     for (uint32_t r = 0; r < a->n_out; r++) {
         uint32_t col = packed_col(a->order, a->n_out, r);
@@ -47,7 +60,8 @@ enum td_status td_cpu_pack_weight(struct td_stream *s, const struct td_pack_weig
             case TD_SRC_BF16_ROWS: v = ((const uint16_t *)a->data)[row * a->ld + c]; break;
             case TD_SRC_BF16_COLS: v = ((const uint16_t *)a->data)[c * a->ld + row]; break;
             case TD_SRC_MXFP4:
-                if (!mxfp4_element(a, row, c, &v)) return TD_E_INVALID;
+                v = mxfp4_element(a, &mxfp4, row, c);
+                if (v == NOT_FINITE) return TD_E_INVALID;
                 break;
             }
             to[(size_t)k * TD_LANES] = v;

@@ -3,7 +3,16 @@
 #ifndef TESTS_SUPPORT_TINY_MODEL_H
 #define TESTS_SUPPORT_TINY_MODEL_H
 
+#include "common/base/tsan.h"
 #include "common/engine/ranks.h"
+
+/* Arithmetic takes minutes under ThreadSanitizer, and fewer rounds of it race as much: tests of values do less there.
+ */
+#ifdef TD_HAS_TSAN
+#define TINY_IS_SLOW true
+#else
+#define TINY_IS_SLOW false
+#endif
 
 #define TINY_DIR     "tests/tiny/tiny-model"
 #define TINY_GOLDENS "tests/tiny/goldens.json"

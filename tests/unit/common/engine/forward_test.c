@@ -168,11 +168,12 @@ static void check_goldens(enum td_dtype kv_type, const struct bounds *bound)
     size_t i, n = 0;
     double worst = 0;
     json_array_foreach (json_object_get(root, "prompts"), i, p) {
+        if (TINY_IS_SLOW && i % 5 != 0) continue;
         double off = check_prompt(&t, p, bound);
         if (off > worst) worst = off;
         n++;
     }
-    assert_true(n >= 20);
+    assert_true(n >= (TINY_IS_SLOW ? 4 : 20));
     print_message("worst distance %.3g, %.0f %% of the allowance\n", worst, 100 * worst / bound->logits);
     json_decref(root);
     tiny_close(&t);
@@ -228,11 +229,11 @@ static void chunks_of_any_size_give_the_same_bits(void **state)
     static const uint32_t sizes[] = {1, 7, 64, 100};
     uint32_t ids[N_TEXT];
     make_text(ids, N_TEXT, 1);
-    for (int type = 0; type < 2; type++) {
+    for (int type = 0; type < (TINY_IS_SLOW ? 1 : 2); type++) {
         struct tiny t;
         tiny_open(&t, &(struct tiny_options){.kv_type = type ? TD_BF16 : TD_F32});
         float *whole = run_in_chunks(&t, ids, N_TEXT, N_TEXT);
-        for (uint32_t i = 0; i < TD_COUNT(sizes); i++) {
+        for (uint32_t i = TINY_IS_SLOW ? 2 : 0; i < TD_COUNT(sizes); i++) {
             float *parts = run_in_chunks(&t, ids, N_TEXT, sizes[i]);
             assert_same_bits(whole, parts, t.c->vocab, "chunked");
             free(parts);

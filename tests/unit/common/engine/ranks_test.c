@@ -76,7 +76,7 @@ static float *compute(uint32_t tp, uint32_t ep, enum td_dtype kv_type, uint32_t 
 static void any_division_gives_the_same_bits(void **state)
 {
     (void)state;
-    for (int type = 0; type < 2; type++) {
+    for (int type = TINY_IS_SLOW; type < 2; type++) {
         float *want = NULL;
         for (uint32_t i = 0; i < TD_COUNT(divisions); i++) {
             uint32_t vocab, tp = divisions[i].tp, ep = divisions[i].ep;
