@@ -7,12 +7,23 @@
 #include "common/engine/kv_split.h"
 #include "common/metrics/metrics.h"
 
+/* How long steps take, averaged over the last few. */
+struct pace {
+    double decode_ns; /* a step that only decodes; 0: not known */
+    double token_ns;  /* a token more that is prefilled in it; < 0: not known */
+};
+#define PACE_WEIGHT 8.0
+/* Of the time of a step that only decodes, for prompts on top of it: with what a measurement may be off it stays
+ * within twice that time. */
+#define PACE_SHARE 0.7
+
 struct td_decode_sched {
     struct td_decode_sched_options o;
     struct td_kv_pages *kv;
     struct td_decode_sched_owner owner;
     struct td_list queue, batch; /* both oldest first */
     uint32_t n_queued, n_running;
+    struct pace pace;
     bool is_in_flight, has_stalled;
     struct td_batch step;
     struct td_segment *segments; /* max_batch of them; user: the sequence */
@@ -31,6 +42,7 @@ enum td_status td_decode_sched_create(const struct td_decode_sched_options *o, s
         return TD_E_NO_MEMORY;
     }
     s->o = *o;
+    s->pace.token_ns = -1;
     s->kv = kv;
     s->owner = *owner;
     td_list_init(&s->queue);
@@ -302,15 +314,50 @@ static void fill_segment(struct td_decode_seq *q, struct td_segment *seg)
     if (q->n_cached + q->n_step == q->req->n_tokens) td_token_request_want_token(q->req, seg);
 }
 
+static uint32_t n_pending(const struct td_decode_seq *q) { return q->req->n_tokens - q->n_cached; }
+
+/* Prompt tokens that the next step may compute. */
+static uint32_t local_budget(const struct td_decode_sched *s)
+{
+    uint32_t n_decoding = 0;
+    TD_LIST_FOREACH (it, &s->batch) n_decoding += n_pending(TD_LIST_ENTRY(it, struct td_decode_seq, link)) == 1;
+    if (n_decoding == 0) return s->o.chunk_tokens;
+    /* Where a row costs what a row costs, a quarter more are never too many; they are how one learns. */
+    double least = n_decoding / 4 > 0 ? n_decoding / 4 : 1, n = least;
+    if (s->pace.decode_ns > 0 && s->pace.token_ns >= 0)
+        n = s->pace.token_ns > 0 ? PACE_SHARE * s->pace.decode_ns / s->pace.token_ns : s->o.chunk_tokens;
+    if (n < least) n = least;
+    return n < s->o.chunk_tokens ? (uint32_t)n : s->o.chunk_tokens;
+}
+
+static void observe(struct td_decode_sched *s, uint64_t took_ns)
+{
+    uint32_t n_decoding = 0, n_prompt = 0;
+    for (uint32_t i = 0; i < s->step.n_segments; i++) {
+        if (s->segments[i].n_tokens == 1 && s->segments[i].want_token)
+            n_decoding++;
+        else
+            n_prompt += s->segments[i].n_tokens;
+    }
+    if (took_ns == 0 || n_decoding == 0) return;
+    double took = (double)took_ns, *decode = &s->pace.decode_ns, *token = &s->pace.token_ns;
+    if (n_prompt == 0) {
+        *decode += *decode > 0 ? (took - *decode) / PACE_WEIGHT : took;
+    } else if (*decode > 0) {
+        double more = took > *decode ? (took - *decode) / n_prompt : 0;
+        *token += *token >= 0 ? (more - *token) / PACE_WEIGHT : more - *token;
+    }
+}
+
 struct td_batch *td_decode_sched_plan(struct td_decode_sched *s)
 {
     TD_CHECK(!s->is_in_flight);
     s->has_stalled = false;
     fill_batch(s);
-    uint32_t budget = s->o.chunk_tokens;
+    uint32_t budget = local_budget(s);
     for (struct td_list *it = s->batch.next, *next; it != &s->batch; it = next) {
         struct td_decode_seq *q = TD_LIST_ENTRY(it, struct td_decode_seq, link);
-        uint32_t pending = q->req->n_tokens - q->n_cached;
+        uint32_t pending = n_pending(q);
         q->n_step = pending == 1 || pending < budget ? pending : budget;
         enum growth gr = q->n_step == 0 ? WAITS : grow(s, q, q->n_step); /* only removes sequences behind q */
         next = it->next;
@@ -340,9 +387,10 @@ struct td_batch *td_decode_sched_plan(struct td_decode_sched *s)
     return &s->step;
 }
 
-void td_decode_sched_done(struct td_decode_sched *s, enum td_status st)
+void td_decode_sched_done(struct td_decode_sched *s, enum td_status st, uint64_t took_ns)
 {
     TD_CHECK(s->is_in_flight);
+    if (st == TD_OK) observe(s, took_ns);
     s->is_in_flight = false;
     for (uint32_t i = 0; i < s->step.n_segments; i++) {
         struct td_segment *seg = &s->segments[i];

@@ -4,6 +4,9 @@
  * A sequence has tokens whose KV is in pages (n_cached) and tokens still to compute. One to compute is a decode step;
  * more are a prompt that is prefilled here, in chunks between the decode steps of the others.
  *
+ * What is prefilled here must not hold up those that decode: beside them a chunk is as long as may double the step, as
+ * measured, and no longer than chunk_tokens.
+ *
  * Pages grow with the sequence and pages of sliding layers that left the window go back. When none is free, the
  * youngest sequence gives up its own, so that the oldest always advances. Age is that of the request, not of its stay
  * here: one that gave way keeps its rank when it comes back. */
@@ -88,7 +91,8 @@ void td_decode_sched_remove(struct td_decode_sched *s, struct td_decode_seq *q);
 
 /* The next step, or NULL if there is nothing to compute. Not while one is in flight. */
 struct td_batch *td_decode_sched_plan(struct td_decode_sched *s);
-void td_decode_sched_done(struct td_decode_sched *s, enum td_status st); /* the step planned last is over */
+/* The step planned last is over; it took so long (0: not known). */
+void td_decode_sched_done(struct td_decode_sched *s, enum td_status st, uint64_t took_ns);
 bool td_decode_sched_is_in_flight(const struct td_decode_sched *s);
 uint32_t td_decode_sched_n_step_prompt(const struct td_decode_sched *s); /* prompt tokens in the step in flight */
 bool td_decode_sched_has_stalled(

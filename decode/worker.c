@@ -42,7 +42,7 @@ static void start_step(struct td_decode_worker *w)
     enum td_status st = w->ports.submit(w->ports.self, b);
     if (st == TD_OK) return;
     TD_ERROR("step_refused", "status=%s segments=%u", td_status_name(st), b->n_segments);
-    td_decode_sched_done(w->sched, st); /* ends everything that was in it */
+    td_decode_sched_done(w->sched, st, 0); /* ends everything that was in it */
 }
 
 /* Streams that cannot be kept are closed; the others get their news. */
@@ -187,14 +187,14 @@ void td_decode_worker_on_step(struct td_decode_worker *w, enum td_status st)
     td_decode_worker_enter(w);
     w->n_steps++;
     td_metric_add(TD_M_steps, 1);
-    td_metric_observe(TD_M_step_seconds, (double)(td_decode_now(w) - w->step_started_ns) / (double)TD_NS_PER_S);
+    uint64_t took_ns = td_decode_now(w) - w->step_started_ns;
+    td_metric_observe(TD_M_step_seconds, (double)took_ns / (double)TD_NS_PER_S);
     if (st != TD_OK && td_status_scope(st) == TD_SCOPE_PROCESS) w->is_broken = true;
     if (st == TD_OK) {
         uint32_t n_prompt = td_decode_sched_n_step_prompt(w->sched);
-        td_pace_note(n_prompt > 0 ? &w->prompts : &w->steps, n_prompt > 0 ? n_prompt : 1,
-                     td_decode_now(w) - w->step_started_ns);
+        td_pace_note(n_prompt > 0 ? &w->prompts : &w->steps, n_prompt > 0 ? n_prompt : 1, took_ns);
     }
-    td_decode_sched_done(w->sched, st);
+    td_decode_sched_done(w->sched, st, took_ns);
     if (w->is_broken) {
         td_decode_worker_end_all(w, st, "the engine failed");
         flush_streams(w);
@@ -302,7 +302,7 @@ void td_decode_worker_destroy(struct td_decode_worker *w)
     if (w == NULL) return;
     w->is_destroying = true;
     td_decode_worker_enter(w);
-    if (w->sched != NULL && td_decode_sched_is_in_flight(w->sched)) td_decode_sched_done(w->sched, TD_E_CANCELED);
+    if (w->sched != NULL && td_decode_sched_is_in_flight(w->sched)) td_decode_sched_done(w->sched, TD_E_CANCELED, 0);
     TD_LIST_FOREACH_SAFE (it, &w->requests) {
         struct td_decode_request *r = TD_LIST_ENTRY(it, struct td_decode_request, in_worker);
         if (r->state != DS_LEAVING) td_decode_request_refuse(r, TD_E_CANCELED, "shutting down");

@@ -67,6 +67,8 @@ struct world {
     struct td_batch *batch; /* in flight */
     uint32_t max_batch, chunk;
     uint32_t n_steps, n_segments_last;
+    uint32_t n_prompt_last, n_decoding_last; /* tokens of prompts, but for a last one alone; the other segments */
+    uint64_t token_ns;                       /* that such a token takes beside the step's millisecond */
     struct router routers[ROUTERS];
     struct {
         uint64_t prefill, generation;
@@ -198,7 +200,13 @@ static bool step(struct world *w, enum td_status st)
     }
     if (st == TD_OK)
         for (uint32_t i = 0; i < b->n_segments; i++) compute(w, &b->segments[i]);
-    w->now_ns += 1000000;
+    w->n_prompt_last = w->n_decoding_last = 0;
+    for (uint32_t i = 0; i < b->n_segments; i++)
+        if (b->segments[i].n_tokens > 1 || !b->segments[i].want_token)
+            w->n_prompt_last += b->segments[i].n_tokens;
+        else
+            w->n_decoding_last++;
+    w->now_ns += 1000000 + w->n_prompt_last * w->token_ns;
     td_decode_worker_on_step(w->worker, st);
     return true;
 }

@@ -125,6 +125,41 @@ static void a_prompt_computed_here_gives_the_same_tokens_in_chunks(void **state)
     }
 }
 
+static void a_prompt_computed_here_does_not_double_the_steps_of_the_others(void **state)
+{
+    (void)state;
+    for (uint64_t token_ns = 0; token_ns <= 400000; token_ns += 100000) {
+        struct world *w = make_world((struct shape){.chunk = 30, .n_sliding = 200});
+        w->token_ns = token_ns;
+        for (uint64_t i = 1; i <= 4; i++)
+            start(w, 0, i, (struct ask){.n_prompt = 2, .max_tokens = 50, .is_local = true});
+        for (int i = 0; i < 10; i++) step(w, TD_OK);
+        struct told *t[2];
+        uint32_t most = 0;
+        for (uint64_t i = 0; i < 2; i++)
+            t[i] = start(w, 0, 10 + i, (struct ask){.n_prompt = 45, .max_tokens = 3, .is_local = true});
+        while (t[1]->n_finished == 0) {
+            assert_true(step(w, TD_OK));
+            assert_true(w->n_decoding_last == 0 || w->n_prompt_last * token_ns <= 1000000); /* alone it may */
+            if (w->n_prompt_last > most && w->n_decoding_last > 0) most = w->n_prompt_last;
+        }
+        /* Where it costs nothing the flag decides, where it costs much the batch grows by half at the most. */
+        if (token_ns <= 200000)
+            assert_int_equal(most, token_ns == 0 ? 30 : token_ns == 100000 ? 7 : 3);
+        else
+            assert_in_range(most, 1, 2);
+        expect_tokens(t[0], true, 3);
+        expect_tokens(t[1], true, 3);
+        run(w);
+        /* Alone, a prompt takes all it may have. */
+        start(w, 0, 20, (struct ask){.n_prompt = 40, .max_tokens = 3, .is_local = true});
+        step(w, TD_OK);
+        assert_int_equal(w->n_prompt_last, 30);
+        run(w);
+        free_world(w);
+    }
+}
+
 static void one_message_a_step_carries_the_tokens_of_all_requests_of_a_router(void **state)
 {
     (void)state;
@@ -951,6 +986,7 @@ int main(void)
         cmocka_unit_test(a_stop_id_is_the_last_token_and_waits_for_min_tokens),
         cmocka_unit_test(a_migrated_request_goes_on_where_it_was),
         cmocka_unit_test(a_prompt_computed_here_gives_the_same_tokens_in_chunks),
+        cmocka_unit_test(a_prompt_computed_here_does_not_double_the_steps_of_the_others),
         cmocka_unit_test(one_message_a_step_carries_the_tokens_of_all_requests_of_a_router),
         cmocka_unit_test(no_more_than_max_batch_run_and_the_oldest_go_first),
         cmocka_unit_test(the_second_turn_receives_only_what_is_not_here),
