@@ -78,7 +78,8 @@ uint32_t sim_router_n_requests(const struct td_router *ro) { return ro->n_client
 static void check_worker(const struct td_router *ro, const struct td_worker *k, bool is_end)
 {
     const struct sim_world *w = ro->loop->world;
-    if (k->n_prefilling > TD_PLACE_PREFILL_DEPTH)
+    /* A decode worker has room for as many as its batch holds, in chunks. */
+    if (k->role == TANDEM__V1__ROLE__ROLE_PREFILL && k->n_prefilling > TD_PLACE_PREFILL_DEPTH)
         sim_fail(w, "%u requests at once prefill at %s", k->n_prefilling, k->identity->name);
     if (!is_end) return;
     if (k->n_requests > 0 || k->n_prefilling > 0 || k->prefill_tokens > 0)
