@@ -173,6 +173,13 @@ $(SUPPORT_PROGS): $(BUILD)/bin/%: $(BUILD)/obj/tests/support/%/main.o $(call lin
 	@mkdir -p $(@D)
 	$(call say,link,$@)
 	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
+# Preloaded into daemons by tests: tests/support/preload/<name>.c. Made with the programs above.
+SUPPORT_PRELOADS := $(patsubst tests/support/preload/%.c,$(BUILD)/lib/%.so,$(wildcard tests/support/preload/*.c))
+$(SUPPORT_PRELOADS): $(BUILD)/lib/%.so: tests/support/preload/%.c
+	@mkdir -p $(@D)
+	$(call say,link,$@)
+	$(Q)$(CC) -std=c17 -g -O2 -D_GNU_SOURCE $(WARN) -fPIC -shared -o $@ $< -ldl
+SUPPORT_PROGS += $(SUPPORT_PRELOADS)
 # tests/bench: one program, a subcommand a row of commands.def.
 BENCH_OBJ   := $(patsubst %.c,$(BUILD)/obj/%.o,$(wildcard tests/bench/*.c))
 $(BUILD)/bin/tandem-bench: $(BENCH_OBJ) $(call link_libs,$(WORKER_LAYERS))

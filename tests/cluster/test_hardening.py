@@ -1,13 +1,16 @@
 """Surroundings that are not as they should be: full disks, closed descriptors, few descriptors, little shared memory, signals."""
 import contextlib
+import datetime
 import os
 import pathlib
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import time
 
+import grpc
 import pytest
 
 from conftest import BIN, IS_SANITIZED, MODEL, collect, expect_golden, golden, http_get, wait_until
@@ -30,6 +33,50 @@ def expect_answers(fleet):
 def expect_clean_end(fleet):
     for d in reversed(fleet.daemons):
         assert d.stop() == 0, d.name
+
+
+# --- clocks ------------------------------------------------------------------------------------------------------------------
+@pytest.mark.skipif(IS_SANITIZED, reason="a preloaded library comes before the sanitizer's")
+def test_steps_of_the_wall_clock_change_nothing_but_the_log(new_fleet, tmp_path):
+    day = 86400
+    clock = tmp_path / "clock"
+    clock.write_bytes(bytes(8))
+
+    def step(seconds):
+        with open(clock, "r+b") as f:
+            f.write(struct.pack("<q", seconds * 10**9))
+
+    preload = pathlib.Path(BIN).parent / "lib" / "clock_step.so"
+    fleet = new_fleet(wrap=("env", f"LD_PRELOAD={preload.resolve()}", f"CLOCK_STEP_FILE={clock}"),
+                      decode_flags=("--layer-delay", "2"), prefill_flags=("--layer-delay", "2"))
+    client = fleet.client()
+    prompt = golden("counting")
+    for steps in ([day, 40 * day], [-day, 0], [-30 * day, 3600]):
+        call = client.start(tokens=prompt["ids"], max_tokens=len(prompt["greedy"]), timeout=60)
+        ids, last = [], None
+        for n, last in enumerate(call):             # the clock is stepped while the request runs
+            ids.extend(last.token_ids)
+            if n < len(steps):
+                step(steps[n])
+        expect_golden(ids, prompt, 0.05)
+        assert last.finish_reason
+        for field, value in last.timing.ListFields():
+            if field.name.endswith("_us"):
+                assert value < 60e6, field.name
+        time.sleep(1.2)                             # two heartbeats: nobody is taken for silent
+        m = fleet.router.metrics()
+        assert (m["tandem_workers_prefill"], m["tandem_workers_decode"]) == (1, 1)
+    with pytest.raises(grpc.RpcError) as error:     # deadlines are still met
+        begin = time.monotonic()
+        client.generate(tokens=prompt["ids"], max_tokens=30000, ignore_eos=True, timeout=1)
+    assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED and time.monotonic() - begin < 20
+    wait_until("pages are back", lambda: fleet.decode[0].metrics()["tandem_sequences_running"] == 0, 10)
+    client.close()
+    expect_clean_end(fleet)
+    for d in fleet.daemons:                         # the steps did reach it: its last line is an hour ahead
+        stamp = d.log_text().strip().splitlines()[-1].split()[0].rstrip("Z")
+        ahead = datetime.datetime.fromisoformat(stamp).replace(tzinfo=datetime.timezone.utc).timestamp() - time.time()
+        assert 3000 < ahead < 3700
 
 
 # --- where the log goes ------------------------------------------------------------------------------------------------------
