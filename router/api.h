@@ -12,7 +12,7 @@
 #include "common/base/bytes.h"
 #include "common/base/json.h"
 #include "common/http/http.h"
-#include "router/fields.h"
+#include "common/text/chat_json.h"
 #include "router/order.h"
 #include "router/run.h"
 
@@ -67,7 +67,7 @@ void td_api_fail(struct td_api_call *call, enum td_status st, const char *text);
 /* The error object alone, {"message":...,"type":...,"param":...,"code":...}. Returns the HTTP status. */
 unsigned td_api_put_error(struct td_buf *out, const struct td_api_call *call, enum td_status st, const char *text);
 
-/* --- readers that endpoints share (api_options.c, api_tools.c) -----------------------------------------------------
+/* --- readers that endpoints share (api_options.c) -----------------------------------------------------
  */
 
 /* model, sampling, stop and what every endpoint ignores or refuses. max_tokens, n, logprobs and prompts are the
@@ -75,15 +75,8 @@ unsigned td_api_put_error(struct td_buf *out, const struct td_api_call *call, en
 void td_api_read_options(struct td_order *o, struct td_fields *f);
 /* stream -> call->is_stream, stream_options.include_usage. */
 void td_api_read_stream(struct td_api_call *call, struct td_fields *f, bool *includes_usage_out);
-/* tools: [{"type":"function","function":{...}}], or with is_flat (Responses) the function's fields beside type.
- * tool_choice, parallel_tool_calls. After it, o->chat.tools are those that are offered. */
+/* tools, tool_choice and parallel_tool_calls, as chat_json.h reads them. */
 void td_api_read_tools(struct td_order *o, struct td_fields *f, bool is_flat);
-/* "low", "medium", "high" under name. */
-void td_api_read_effort(struct td_order *o, struct td_fields *f, const char *name);
-/* A string, or an array of parts whose type is one of types (NULL-terminated) with their text under "text": parts and
- * their number. Absent: neither is touched. */
-void td_api_read_content(struct td_order *o, struct td_fields *f, const char *name, const char *const *types,
-                         const struct td_text **parts_out, size_t *n_out);
 
 /* --- writers that endpoints share -----------------------------------------------------------------------------------
  */

@@ -71,9 +71,9 @@ static void read(struct td_api_call *call, struct td_fields *f)
     struct chat *c = call->state;
     o->is_chat = true;
     td_api_read_options(o, f);
-    td_api_read_messages(o, f);
+    td_chat_json_messages(f, &o->arena, &o->chat);
     td_api_read_tools(o, f, false);
-    td_api_read_effort(o, f, "reasoning_effort");
+    td_chat_json_effort(f, "reasoning_effort", &o->chat.effort);
     td_fields_u32(f, "n", 1, TD_ORDER_MAX_CHOICES, &o->n_choices);
     if (!td_fields_u32(f, "max_completion_tokens", 1, INT32_MAX, &o->stop.max_tokens))
         td_fields_u32(f, "max_tokens", 1, INT32_MAX, &o->stop.max_tokens);

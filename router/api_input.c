@@ -33,8 +33,8 @@ static void read_message(struct reader *rd, struct td_fields *f)
     else if (!td_chat_role_parse(name, &role) || role == TD_CHAT_TOOL)
         td_fields_fail(f, TD_E_INVALID, "role", "\"%.40s\" is none of user, assistant, system, developer", name);
     struct td_chat_message *m = add(rd, role);
-    td_api_read_content(rd->order, f, "content", role == TD_CHAT_ASSISTANT ? assistant_part_types : part_types,
-                        &m->parts, &m->n_parts);
+    td_chat_json_content(f, &rd->order->arena, "content", role == TD_CHAT_ASSISTANT ? assistant_part_types : part_types,
+                         &m->parts, &m->n_parts);
     if (m->parts == NULL) td_fields_fail(f, TD_E_INVALID, "content", "must be given");
 }
 
@@ -43,7 +43,7 @@ static void read_reasoning(struct reader *rd, struct td_fields *f)
 {
     const struct td_text *parts = NULL;
     size_t n_parts = 0, n = 0;
-    td_api_read_content(rd->order, f, "content", reasoning_types, &parts, &n_parts);
+    td_chat_json_content(f, &rd->order->arena, "content", reasoning_types, &parts, &n_parts);
     for (size_t i = 0; i < n_parts; i++) n += parts[i].n + 1;
     if (f->st != TD_OK || n <= n_parts) return;
     char *text = td_order_alloc(rd->order, n, 1);
@@ -79,7 +79,7 @@ static void read_result(struct reader *rd, struct td_fields *f)
     struct td_text id = {NULL, 0};
     struct td_chat_message *m = add(rd, TD_CHAT_TOOL);
     if (!td_fields_text(f, "call_id", &id)) td_fields_fail(f, TD_E_INVALID, "call_id", "must be given");
-    td_api_read_content(rd->order, f, "output", part_types, &m->parts, &m->n_parts);
+    td_chat_json_content(f, &rd->order->arena, "output", part_types, &m->parts, &m->n_parts);
     if (m->parts == NULL) td_fields_fail(f, TD_E_INVALID, "output", "must be given");
     if (f->st != TD_OK) return;
     for (size_t i = rd->n_calls; i-- > 0;) { /* the latest, should ids repeat */
@@ -157,7 +157,7 @@ void td_api_read_input(struct td_order *o, struct td_fields *f)
     read_instructions(&rd, f);
     if (json_is_string(input)) {
         struct td_chat_message *m = add(&rd, TD_CHAT_USER);
-        td_api_read_content(o, f, "input", part_types, &m->parts, &m->n_parts);
+        td_chat_json_content(f, &o->arena, "input", part_types, &m->parts, &m->n_parts);
     }
     for (size_t i = 0; json_is_array(input) && i < n && f->st == TD_OK; i++)
         read_item(&rd, f, json_array_get(input, i), i);

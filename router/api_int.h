@@ -10,9 +10,6 @@ extern const struct td_api_endpoint td_api_completions;                    /* ap
 extern const struct td_api_endpoint td_api_tokenize, td_api_detokenize;    /* api_tokens.c */
 enum td_status td_api_add_models(struct td_router *ro, struct td_http *h); /* api_models.c: routes of GET */
 
-/* api_messages.c: "messages" of Chat Completions -> o->chat.messages. */
-void td_api_read_messages(struct td_order *o, struct td_fields *f);
-
 /* api_input.c: "instructions" and "input" of Responses -> o->chat.messages. */
 void td_api_read_input(struct td_order *o, struct td_fields *f);
 

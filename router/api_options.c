@@ -177,3 +177,11 @@ void td_api_read_stream(struct td_api_call *call, struct td_fields *f, bool *inc
     td_fields_bool(&s, "include_usage", includes_usage_out);
     f->st = s.st;
 }
+
+void td_api_read_tools(struct td_order *o, struct td_fields *f, bool is_flat)
+{
+    bool parallel = true;
+    td_chat_json_tools(f, &o->arena, is_flat, &o->chat, &o->tool_choice, &o->tool_name);
+    td_fields_bool(f, "parallel_tool_calls", &parallel);
+    o->one_call = !parallel;
+}

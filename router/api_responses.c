@@ -91,7 +91,7 @@ static void read_reasoning(struct td_order *o, struct td_fields *f)
     const json_t *v;
     if (!td_fields_object(f, "reasoning", &v)) return;
     struct td_fields r = td_fields_open(v, f->err, "reasoning");
-    td_api_read_effort(o, &r, "effort");
+    td_chat_json_effort(&r, "effort", &o->chat.effort);
     f->st = r.st;
 }
 

@@ -39,9 +39,9 @@ static void render_chat(struct td_api_call *call, struct td_fields *f, struct td
     struct td_order *o = &call->order;
     const struct td_router *ro = call->router;
     char date[16];
-    td_api_read_messages(o, f);
+    td_chat_json_messages(f, &o->arena, &o->chat);
     td_api_read_tools(o, f, false);
-    td_api_read_effort(o, f, "reasoning_effort");
+    td_chat_json_effort(f, "reasoning_effort", &o->chat.effort);
     if (f->st != TD_OK) return;
     td_front_today(ro, "", date);
     o->chat.current_date = date;

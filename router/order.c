@@ -1,16 +1,8 @@
 #include "router/order.h"
 
 #include <jansson.h>
-#include <stddef.h>
-#include <stdlib.h>
 
 #include "common/base/clock.h"
-#include "common/base/mem.h"
-
-struct td_order_block {
-    struct td_order_block *next;
-    max_align_t data[];
-};
 
 void td_order_init(struct td_order *o)
 {
@@ -21,21 +13,9 @@ void td_order_init(struct td_order *o)
 
 void td_order_deinit(struct td_order *o)
 {
-    while (o->blocks != NULL) {
-        struct td_order_block *b = o->blocks;
-        o->blocks = b->next;
-        free(b);
-    }
+    td_arena_free(&o->arena);
     json_decref(o->doc);
     o->doc = NULL;
 }
 
-void *td_order_alloc(struct td_order *o, size_t n, size_t size)
-{
-    if (size > 0 && n > (SIZE_MAX - sizeof(struct td_order_block)) / size) return NULL;
-    struct td_order_block *b = td_calloc(1, sizeof *b + n * size);
-    if (b == NULL) return NULL;
-    b->next = o->blocks;
-    o->blocks = b;
-    return b->data;
-}
+void *td_order_alloc(struct td_order *o, size_t n, size_t size) { return td_arena_alloc(&o->arena, n, size); }

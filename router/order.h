@@ -7,20 +7,14 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "common/text/chat.h"
+#include "common/base/arena.h"
+#include "common/text/chat_json.h"
 #include "proto/inference.pb-c.h"
 
 #define TD_ORDER_MAX_CHOICES      128u
 #define TD_ORDER_MAX_STOP_STRINGS 16u
 #define TD_ORDER_MAX_STOP_BYTES   256u /* of one */
 #define TD_ORDER_MAX_LOGPROBS     20u
-
-enum td_tool_choice {
-    TD_TOOL_CHOICE_AUTO,
-    TD_TOOL_CHOICE_NONE,     /* the conversation's tools are left out: the reader sees to that */
-    TD_TOOL_CHOICE_REQUIRED, /* some tool must be called: the prompt ends in the beginning of a call */
-    TD_TOOL_CHOICE_NAMED,    /* tool_name must be called: likewise */
-};
 
 /* One text, or token ids. */
 struct td_order_prompt {
@@ -29,7 +23,6 @@ struct td_order_prompt {
     size_t n_ids;
 };
 
-struct td_order_block;
 struct td_order {
     bool is_chat;                     /* chat and what belongs to it; else prompts */
     struct td_chat_conversation chat; /* current_date NULL: the server's. response_format steers, nothing enforces it */
@@ -53,8 +46,8 @@ struct td_order {
     bool want_logprobs;  /* of each token of the answer's content */
     uint32_t n_logprobs; /* alternatives */
 
-    struct td_order_block *blocks; /* td_order_alloc's */
-    struct json_t *doc;            /* texts may point into it; NULL: none. One reference is ours */
+    struct td_arena arena; /* td_order_alloc's */
+    struct json_t *doc;    /* texts may point into it; NULL: none. One reference is ours */
 };
 
 void td_order_init(struct td_order *o);

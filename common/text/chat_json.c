@@ -1,261 +1,222 @@
 #include "common/text/chat_json.h"
 
-#include <jansson.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#define MAX_MESSAGES 100000u
 
-#include "common/base/mem.h"
+/* --- effort, content, format
+ * ---------------------------------------------------------------------------------------------- */
 
-struct td_text td_chat_json_text(const struct json_t *v)
+void td_chat_json_effort(struct td_fields *f, const char *name, enum td_chat_effort *out)
 {
-    if (!json_is_string(v)) return (struct td_text){NULL, 0};
-    return (struct td_text){json_string_value(v), json_string_length(v)};
+    const char *word = "";
+    if (!td_fields_str(f, name, &word)) return;
+    if (word[0] == '\0' || !td_chat_effort_parse(word, out))
+        td_fields_fail(f, TD_E_INVALID, name, "\"%.40s\" is none of low, medium, high", word);
 }
 
-/* An absent field and null are the same to clients. */
-static const json_t *get(const json_t *object, const char *key)
+static void read_part(struct td_fields *f, const json_t *v, const char *name, size_t index, const char *const *types,
+                      struct td_text *out)
 {
-    const json_t *v = json_object_get(object, key);
-    return json_is_null(v) ? NULL : v;
+    struct td_fields p = td_fields_open(v, f->err, "%s%s[%zu]", f->path, name, index);
+    struct td_text type = {NULL, 0};
+    const char *field = NULL;
+    td_fields_text(&p, "type", &type);
+    for (; *types != NULL && field == NULL; types++)
+        if (td_text_is(type, *types)) field = td_text_is(type, "refusal") ? "refusal" : "text";
+    if (field == NULL)
+        td_fields_fail(&p, TD_E_INVALID, "type", "\"%.40s\" is not taken here, only text",
+                       type.p != NULL ? type.p : "");
+    else if (!td_fields_text(&p, field, out))
+        td_fields_fail(&p, TD_E_INVALID, field, "must be given");
+    f->st = p.st;
 }
 
-static enum td_status bad(struct td_err *err, const char *path, const char *field, const char *why)
+void td_chat_json_content(struct td_fields *f, struct td_arena *a, const char *name, const char *const *types,
+                          const struct td_text **parts_out, size_t *n_out)
 {
-    return td_err_set(err, TD_E_INVALID, "%s.%s: %s", path, field, why);
+    const json_t *v = f->st == TD_OK ? td_fields_get(f, name) : NULL;
+    if (v == NULL) return;
+    if (!json_is_string(v) && !json_is_array(v)) {
+        td_fields_fail(f, TD_E_INVALID, name, "must be a string or an array of parts");
+        return;
+    }
+    size_t n = json_is_array(v) ? json_array_size(v) : 1;
+    struct td_text *parts = td_arena_alloc(a, n + 1, sizeof *parts);
+    if (parts == NULL) {
+        td_fields_no_memory(f);
+        return;
+    }
+    if (json_is_string(v)) parts[0] = td_json_text(v);
+    for (size_t i = 0; json_is_array(v) && i < n && f->st == TD_OK; i++)
+        read_part(f, json_array_get(v, i), name, i, types, &parts[i]);
+    *parts_out = parts;
+    *n_out = n;
 }
 
-/* A string that may be absent. */
-static enum td_status read_text(const json_t *object, const char *path, const char *key, struct td_text *out,
-                                struct td_err *err)
+void td_chat_json_response_format(struct td_fields *f, struct td_arena *a, struct td_chat_response_format *out)
 {
-    const json_t *v = get(object, key);
-    *out = td_chat_json_text(v);
-    return v == NULL || out->p != NULL ? TD_OK : bad(err, path, key, "must be a string");
+    const json_t *v, *inner, *schema;
+    struct td_text type = {NULL, 0};
+    if (!td_fields_object(f, "response_format", &v)) return;
+    struct td_fields r = td_fields_open(v, f->err, "response_format");
+    td_fields_text(&r, "type", &type);
+    if (type.p == NULL) td_fields_fail(&r, TD_E_INVALID, "type", "must be given");
+    if (td_text_is(type, "json_schema") && !td_fields_object(&r, "json_schema", &inner)) {
+        td_fields_fail(&r, TD_E_INVALID, "json_schema", "must be given");
+    } else if (td_text_is(type, "json_schema")) {
+        struct td_fields s = td_fields_open(inner, f->err, "response_format.json_schema");
+        td_fields_text(&s, "name", &out->name);
+        td_fields_text(&s, "description", &out->description);
+        if (!td_fields_object(&s, "schema", &schema)) td_fields_fail(&s, TD_E_INVALID, "schema", "must be given");
+        size_t n = s.st == TD_OK ? json_dumpb(schema, NULL, 0, JSON_COMPACT) : 0;
+        char *text = td_arena_alloc(a, n, 1);
+        if (text == NULL)
+            td_fields_no_memory(&s);
+        else if (s.st == TD_OK)
+            out->schema = (struct td_text){text, json_dumpb(schema, text, n, JSON_COMPACT)};
+        r.st = s.st;
+    }
+    f->st = r.st;
 }
 
 /* --- messages ----------------------------------------------------------------------------------------------------- */
 
-static enum td_status read_part(const json_t *part, const char *path, size_t i, enum td_chat_role role,
-                                struct td_text *out, struct td_err *err)
+struct known_call {
+    struct td_text id, name;
+    size_t message;
+};
+
+struct reader {
+    struct td_arena *arena;
+    struct td_chat_message *messages;
+    struct known_call *calls;
+    size_t n_calls;
+};
+
+static const char *const text_types[] = {"text", NULL};
+static const char *const assistant_types[] = {"text", "refusal", NULL};
+
+/* {"id": .., "type": "function", "function": {"name": .., "arguments": ".."}} */
+static void read_call(struct reader *rd, struct td_fields *f, const json_t *v, size_t index,
+                      const struct td_chat_message *m, struct td_chat_call *out)
 {
-    const char *type = json_string_value(get(part, "type"));
-    if (!json_is_object(part) || type == NULL)
-        return td_err_set(err, TD_E_INVALID, "%s.content[%zu].type: must be a string", path, i);
-    bool is_refusal = role == TD_CHAT_ASSISTANT && strcmp(type, "refusal") == 0;
-    if (!is_refusal && strcmp(type, "text") != 0)
-        return td_err_set(err, TD_E_INVALID, "%s.content[%zu].type: \"%.40s\" is not supported, only text is", path, i,
-                          type);
-    *out = td_chat_json_text(get(part, type));
-    if (out->p != NULL) return TD_OK;
-    return td_err_set(err, TD_E_INVALID, "%s.content[%zu].%s: must be a string", path, i, type);
+    struct known_call *known = &rd->calls[rd->n_calls++];
+    known->message = (size_t)(m - rd->messages);
+    struct td_fields c = td_fields_open(v, f->err, "%stool_calls[%zu]", f->path, index);
+    struct td_text type = {"function", 8};
+    td_fields_text(&c, "type", &type);
+    if (!td_text_is(type, "function")) td_fields_fail(&c, TD_E_INVALID, "type", "must be \"function\"");
+    if (!td_fields_text(&c, "id", &known->id)) td_fields_fail(&c, TD_E_INVALID, "id", "must be given");
+    if (c.st == TD_OK)
+        c = td_fields_open(json_object_get(v, "function"), f->err, "%stool_calls[%zu].function", f->path, index);
+    const char *name = NULL;
+    if (!td_fields_str(&c, "name", &name)) td_fields_fail(&c, TD_E_INVALID, "name", "must be given");
+    if (!td_fields_text(&c, "arguments", &out->arguments))
+        td_fields_fail(&c, TD_E_INVALID, "arguments", "must be given, as a string");
+    f->st = c.st;
+    if (f->st != TD_OK) return;
+    out->name = known->name = (struct td_text){name, strlen(name)};
 }
 
-static enum td_status read_content(struct td_conversation *c, struct td_chat_message *m, const json_t *content,
-                                   const char *path, struct td_err *err)
+static void read_calls(struct reader *rd, struct td_fields *f, struct td_chat_message *m)
 {
-    if (json_is_string(content)) {
-        td_conversation_set_text(c, m, td_chat_json_text(content));
-        return TD_OK;
+    const json_t *list;
+    if (!td_fields_array(f, "tool_calls", &list)) return;
+    size_t n = json_array_size(list);
+    struct td_chat_call *calls = td_arena_alloc(rd->arena, n + 1, sizeof *calls);
+    if (calls == NULL) {
+        td_fields_no_memory(f);
+        return;
     }
-    if (!json_is_array(content)) return bad(err, path, "content", "must be a string or a list of parts");
-    size_t n = json_array_size(content);
-    if (n == 0) return bad(err, path, "content", "must not be empty");
-    struct td_text *parts = td_conversation_parts(c, m, n);
-    for (size_t i = 0; parts != NULL && i < n; i++) {
-        enum td_status st = read_part(json_array_get(content, i), path, i, m->role, &parts[i], err);
-        if (st != TD_OK) return st;
+    for (size_t i = 0; i < n && f->st == TD_OK; i++) read_call(rd, f, json_array_get(list, i), i, m, &calls[i]);
+    m->calls = calls;
+    m->n_calls = f->st == TD_OK ? n : 0;
+}
+
+/* The latest call of that id before message i, else the first behind it. */
+static const struct known_call *find_call(const struct reader *rd, struct td_text id, size_t i)
+{
+    const struct known_call *found = NULL;
+    for (size_t k = 0; k < rd->n_calls; k++) {
+        const struct known_call *c = &rd->calls[k];
+        if (c->id.n != id.n || memcmp(c->id.p, id.p, id.n) != 0) continue;
+        if (found != NULL && c->message >= i) break;
+        found = c;
     }
-    return TD_OK;
+    return found;
 }
 
-static enum td_status read_call(struct td_conversation *c, struct td_chat_message *m, const json_t *v, const char *path,
-                                struct td_err *err)
+/* Once all calls are known. */
+static void name_answers(struct reader *rd, struct td_fields *f, const json_t *list)
 {
-    struct td_text id, name, arguments;
-    const json_t *function = get(v, "function"), *type = get(v, "type");
-    enum td_status st;
-    if (!json_is_object(v)) return td_err_set(err, TD_E_INVALID, "%s: must be an object", path);
-    if (type != NULL && (!json_is_string(type) || strcmp(json_string_value(type), "function") != 0))
-        return bad(err, path, "type", "only function is supported");
-    if (!json_is_object(function)) return bad(err, path, "function", "must be an object");
-    TD_TRY(read_text(v, path, "id", &id, err));
-    TD_TRY(read_text(function, path, "name", &name, err));
-    TD_TRY(read_text(function, path, "arguments", &arguments, err));
-    if (name.p == NULL) return bad(err, path, "function.name", "must be a string");
-    if (arguments.p == NULL) arguments = (struct td_text){"", 0};
-    td_conversation_add_call(c, m, id, name, arguments);
-out:
-    return st;
-}
-
-static enum td_status read_assistant(struct td_conversation *c, struct td_chat_message *m, const json_t *v,
-                                     const char *path, struct td_err *err)
-{
-    enum td_status st;
-    const json_t *calls = get(v, "tool_calls"), *content = get(v, "content");
-    if (get(v, "function_call") != NULL) return bad(err, path, "function_call", "not supported, use tool_calls");
-    TD_TRY(read_text(v, path, "reasoning", &m->reasoning, err));
-    if (m->reasoning.p == NULL) TD_TRY(read_text(v, path, "reasoning_content", &m->reasoning, err));
-    if (calls != NULL && !json_is_array(calls)) return bad(err, path, "tool_calls", "must be a list");
-    for (size_t i = 0; i < json_array_size(calls); i++) {
-        char call_path[80];
-        snprintf(call_path, sizeof call_path, "%s.tool_calls[%zu]", path, i);
-        TD_TRY(read_call(c, m, json_array_get(calls, i), call_path, err));
-    }
-    if (content != NULL) return read_content(c, m, content, path, err);
-    /* null is what an answer that was nothing but reasoning or calls looks like */
-    bool is_answer = m->n_calls > 0 || m->reasoning.p != NULL || json_object_get(v, "content") != NULL;
-    return is_answer ? TD_OK : bad(err, path, "content", "is missing");
-out:
-    return st;
-}
-
-/* Results find their functions once all calls are known. */
-static enum td_status name_results(struct td_conversation *c, const json_t *messages, struct td_err *err)
-{
-    for (size_t i = 0; i < c->n_messages; i++) {
-        struct td_chat_message *m = &c->messages[i];
-        if (m->role != TD_CHAT_TOOL) continue;
-        struct td_text id = td_chat_json_text(get(json_array_get(messages, i), "tool_call_id"));
-        if (id.p == NULL) return td_err_set(err, TD_E_INVALID, "messages[%zu].tool_call_id: must be a string", i);
-        if (!td_conversation_find_call(c, id, i, &m->name))
-            return td_err_set(err, TD_E_INVALID, "messages[%zu].tool_call_id: no tool call has the id \"%.80s\"", i,
-                              id.p);
-    }
-    return TD_OK;
-}
-
-static enum td_status read_message(struct td_conversation *c, const json_t *v, const char *path, struct td_err *err)
-{
-    const char *name = json_string_value(get(v, "role"));
-    enum td_chat_role role;
-    if (!json_is_object(v)) return td_err_set(err, TD_E_INVALID, "%s: must be an object", path);
-    if (name == NULL) return bad(err, path, "role", "must be a string");
-    if (!td_chat_role_parse(name, &role))
-        return td_err_set(err, TD_E_INVALID, "%s.role: \"%.40s\" is none of system, developer, user, assistant, tool",
-                          path, name);
-    struct td_chat_message *m = td_conversation_add(c, role);
-    if (role == TD_CHAT_ASSISTANT) return read_assistant(c, m, v, path, err);
-    const json_t *content = get(v, "content");
-    return content != NULL ? read_content(c, m, content, path, err) : bad(err, path, "content", "is missing");
-}
-
-static enum td_status read_messages(struct td_conversation *c, const json_t *messages, struct td_err *err)
-{
-    if (messages == NULL) return td_err_set(err, TD_E_INVALID, "messages: is missing");
-    if (!json_is_array(messages)) return td_err_set(err, TD_E_INVALID, "messages: must be a list");
-    if (json_array_size(messages) == 0) return td_err_set(err, TD_E_INVALID, "messages: must not be empty");
-    for (size_t i = 0; i < json_array_size(messages); i++) {
-        char path[40];
-        snprintf(path, sizeof path, "messages[%zu]", i);
-        enum td_status st = read_message(c, json_array_get(messages, i), path, err);
-        if (st != TD_OK) return st;
-        if (c->failed) return td_conversation_end(c, err); /* indexes would no longer agree */
-    }
-    return name_results(c, messages, err);
-}
-
-/* --- tools -------------------------------------------------------------------------------------------------------- */
-
-static enum td_status read_tools(struct td_conversation *c, const json_t *tools, struct td_err *err)
-{
-    if (tools != NULL && !json_is_array(tools)) return td_err_set(err, TD_E_INVALID, "tools: must be a list");
-    for (size_t i = 0; i < json_array_size(tools); i++) {
-        const json_t *v = json_array_get(tools, i), *function = get(v, "function");
-        const char *type = json_string_value(get(v, "type"));
-        struct td_text description;
-        char path[40];
-        snprintf(path, sizeof path, "tools[%zu].function", i);
-        if (type == NULL || strcmp(type, "function") != 0)
-            return td_err_set(err, TD_E_INVALID, "tools[%zu].type: only function is supported", i);
-        if (!json_is_object(function)) return td_err_set(err, TD_E_INVALID, "%s: must be an object", path);
-        if (json_is_true(get(function, "strict")))
-            return bad(err, path, "strict", "true is not supported: arguments are not constrained to the schema");
-        enum td_status st;
-        st = read_text(function, path, "description", &description, err);
-        if (st == TD_OK)
-            st = td_conversation_add_tool(c, path, td_chat_json_text(get(function, "name")), description,
-                                          get(function, "parameters"), err);
-        if (st != TD_OK) return st;
-    }
-    return TD_OK;
-}
-
-enum td_status td_chat_json_choice(const struct td_conversation *c, const struct json_t *v, const char *path,
-                                   enum td_chat_choice *out, struct td_err *err)
-{
-    static const char *const names[] = {"auto", "none", "required"};
-    *out = TD_CHAT_CHOICE_AUTO;
-    if (v == NULL || json_is_null(v)) return TD_OK;
-    if (json_is_string(v)) {
-        for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-            if (strcmp(json_string_value(v), names[i]) != 0) continue;
-            *out = (enum td_chat_choice)i;
-            if (*out == TD_CHAT_CHOICE_REQUIRED && c->n_tools == 0)
-                return td_err_set(err, TD_E_INVALID, "%s: \"required\" needs tools", path);
-            return TD_OK;
+    for (size_t i = 0; i < json_array_size(list) && f->st == TD_OK; i++) {
+        struct td_text id;
+        if (rd->messages[i].role != TD_CHAT_TOOL) continue;
+        struct td_fields e = td_fields_open(json_array_get(list, i), f->err, "messages[%zu]", i);
+        if (!td_fields_text(&e, "tool_call_id", &id)) {
+            td_fields_fail(&e, TD_E_INVALID, "tool_call_id", "must be given");
+        } else {
+            const struct known_call *c = find_call(rd, id, i);
+            if (c == NULL) td_fields_fail(&e, TD_E_INVALID, "tool_call_id", "\"%.60s\" is the id of no call", id.p);
+            if (c != NULL) rd->messages[i].name = c->name;
         }
-        return td_err_set(err, TD_E_INVALID, "%s: \"%.40s\" is none of none, auto, required", path,
-                          json_string_value(v));
+        f->st = e.st;
     }
-    const char *type = json_string_value(get(v, "type"));
-    if (type == NULL || strcmp(type, "function") != 0)
-        return td_err_set(err, TD_E_INVALID,
-                          "%s: must be \"none\", \"auto\", \"required\" or an object of type function", path);
-    const json_t *function = get(v, "function");
-    struct td_text name = td_chat_json_text(get(function != NULL ? function : v, "name"));
-    if (name.p == NULL) return bad(err, path, function != NULL ? "function.name" : "name", "must be a string");
-    if (!td_conversation_has_tool(c, name))
-        return td_err_set(err, TD_E_INVALID, "%s: no tool has the name \"%.64s\"", path, name.p);
-    *out = TD_CHAT_CHOICE_NAMED;
-    return TD_OK;
 }
 
-/* --- the rest ----------------------------------------------------------------------------------------------------- */
-
-enum td_status td_chat_json_effort(const struct json_t *v, const char *path, enum td_chat_effort *out,
-                                   struct td_err *err)
+static void read_message(struct reader *rd, struct td_fields *f, const json_t *v, size_t index)
 {
-    *out = TD_CHAT_EFFORT_MEDIUM;
-    if (v == NULL || json_is_null(v)) return TD_OK;
-    const char *name = json_string_value(v);
-    if (name != NULL && *name != '\0' && td_chat_effort_parse(name, out)) return TD_OK;
-    return td_err_set(err, TD_E_INVALID, "%s: must be low, medium or high", path);
+    struct td_chat_message *m = &rd->messages[index];
+    struct td_fields e = td_fields_open(v, f->err, "messages[%zu]", index);
+    const char *role = "";
+    if (!td_fields_str(&e, "role", &role))
+        td_fields_fail(&e, TD_E_INVALID, "role", "must be given");
+    else if (!td_chat_role_parse(role, &m->role))
+        td_fields_fail(&e, TD_E_INVALID, "role", "\"%.40s\" is none of system, developer, user, assistant, tool", role);
+    bool is_assistant = m->role == TD_CHAT_ASSISTANT;
+    td_chat_json_content(&e, rd->arena, "content", is_assistant ? assistant_types : text_types, &m->parts, &m->n_parts);
+    if (is_assistant) {
+        if (!td_fields_text(&e, "reasoning", &m->reasoning)) td_fields_text(&e, "reasoning_content", &m->reasoning);
+        if (m->reasoning.n == 0) m->reasoning.p = NULL;
+        read_calls(rd, &e, m);
+    }
+    if (m->parts != NULL && m->n_parts == 0 && !is_assistant)
+        td_fields_fail(&e, TD_E_INVALID, "content", "must not be empty");
+    /* An answer that is fed back may have had none: then it says null. */
+    bool may_be_empty = is_assistant && json_object_get(v, "content") != NULL;
+    if (m->parts == NULL && m->n_calls == 0 && m->reasoning.p == NULL && !may_be_empty)
+        td_fields_fail(&e, TD_E_INVALID, "content", "must be given");
+    f->st = e.st;
 }
 
-static enum td_status read_response_format(struct td_conversation *c, const json_t *v, struct td_err *err)
+/* How many calls the conversation holds: their table does not grow while it is read. */
+static size_t count_calls(const json_t *list)
 {
-    static const char path[] = "response_format.json_schema";
-    const char *type = json_string_value(get(v, "type"));
-    enum td_status st;
-    if (v == NULL) return TD_OK;
-    if (type == NULL) return td_err_set(err, TD_E_INVALID, "response_format.type: must be a string");
-    if (strcmp(type, "json_schema") != 0) return TD_OK;
-    const json_t *schema = get(get(v, "json_schema"), "schema");
-    struct td_chat_response_format *f = &c->chat.response_format;
-    TD_TRY(read_text(get(v, "json_schema"), path, "name", &f->name, err));
-    TD_TRY(read_text(get(v, "json_schema"), path, "description", &f->description, err));
-    if (!json_is_object(schema)) return bad(err, path, "schema", "must be an object");
-    char *text = json_dumps(schema, JSON_COMPACT);
-    if (text == NULL) return td_err_set(err, TD_E_NO_MEMORY, "no memory for the schema");
-    if (td_conversation_own(c, text)) f->schema = (struct td_text){text, strlen(text)};
-out:
-    return st;
+    size_t n = 0;
+    for (size_t i = 0; i < json_array_size(list); i++)
+        n += json_array_size(json_object_get(json_array_get(list, i), "tool_calls"));
+    return n;
 }
 
-enum td_status td_chat_json_read(struct td_conversation *c, struct json_t *request, enum td_chat_choice *choice_out,
-                                 struct td_err *err)
+void td_chat_json_messages(struct td_fields *f, struct td_arena *a, struct td_chat_conversation *out)
 {
-    enum td_status st;
-    td_conversation_keep(c, request);
-    TD_TRY(read_messages(c, get(request, "messages"), err));
-    TD_TRY(read_tools(c, get(request, "tools"), err));
-    TD_TRY(td_chat_json_choice(c, get(request, "tool_choice"), "tool_choice", choice_out, err));
-    TD_TRY(td_chat_json_effort(get(request, "reasoning_effort"), "reasoning_effort", &c->chat.effort, err));
-    TD_TRY(read_response_format(c, get(request, "response_format"), err));
-    if (*choice_out == TD_CHAT_CHOICE_NONE) c->n_tools = 0;
-    st = td_conversation_end(c, err);
-out:
-    return st;
+    const json_t *list;
+    if (!td_fields_array(f, "messages", &list)) {
+        td_fields_fail(f, TD_E_INVALID, "messages", "must be given");
+        return;
+    }
+    size_t n = json_array_size(list);
+    if (n == 0) td_fields_fail(f, TD_E_INVALID, "messages", "must not be empty");
+    if (n > MAX_MESSAGES) td_fields_fail(f, TD_E_INVALID, "messages", "%zu are more than %u", n, MAX_MESSAGES);
+    if (f->st != TD_OK) return;
+    struct reader rd = {.arena = a};
+    rd.messages = td_arena_alloc(a, n, sizeof *rd.messages);
+    rd.calls = td_arena_alloc(a, count_calls(list) + 1, sizeof *rd.calls);
+    if (rd.messages == NULL || rd.calls == NULL) {
+        td_fields_no_memory(f);
+        return;
+    }
+    for (size_t i = 0; i < n && f->st == TD_OK; i++) read_message(&rd, f, json_array_get(list, i), i);
+    name_answers(&rd, f, list);
+    out->messages = rd.messages;
+    out->n_messages = f->st == TD_OK ? n : 0;
 }

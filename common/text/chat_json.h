@@ -1,34 +1,35 @@
-/* The JSON of Chat Completions as a conversation: messages, tools, tool_choice, reasoning_effort, response_format. What
- * else a request holds (sampling, limits) is not looked at.
- *
- * Read, with what comes of it:
- *   content          a string, or parts of type text (and refusal, in an assistant's message), which are encoded apart
- *   tool_call_id     the function's name, found among the request's calls
- *   reasoning        or reasoning_content: an assistant's earlier analysis
- *   tool_choice      "none" offers no tools; a named one must be declared
- *   response_format  json_schema: written into the prompt; whether it can be enforced is for the caller to know */
+/* The JSON of chats, as OpenAI's APIs have it, read into a conversation (chat.h): for the router's endpoints, and for
+ * `tandemctl render`, which thereby shows what the router does. Errors stick in the fields and begin with the path of
+ * what is wrong. Texts point into the JSON document, everything else lies in the arena: both must outlive the
+ * conversation. Any thread. */
 #ifndef TD_TEXT_CHAT_JSON_H
 #define TD_TEXT_CHAT_JSON_H
 
-#include "common/text/conversation.h"
+#include "common/base/arena.h"
+#include "common/text/chat.h"
+#include "common/text/fields.h"
 
-enum td_chat_choice { TD_CHAT_CHOICE_AUTO, TD_CHAT_CHOICE_NONE, TD_CHAT_CHOICE_REQUIRED, TD_CHAT_CHOICE_NAMED };
+enum td_tool_choice {
+    TD_TOOL_CHOICE_AUTO,
+    TD_TOOL_CHOICE_NONE,     /* the conversation's tools are left out */
+    TD_TOOL_CHOICE_REQUIRED, /* some tool must be called */
+    TD_TOOL_CHOICE_NAMED,    /* a certain one must be called */
+};
 
-/* c is zeroed and keeps a reference to the request, an object; td_conversation_deinit on failure too. The date is for
- * the caller to set, in c->chat. INVALID: err begins with the field. */
-enum td_status td_chat_json_read(struct td_conversation *c, struct json_t *request, enum td_chat_choice *choice_out,
-                                 struct td_err *err);
-
-/* Pieces, for APIs that put the same things elsewhere. v is the field's value or NULL, path its name. */
-
-/* low, medium, high; absent or null: medium. */
-enum td_status td_chat_json_effort(const struct json_t *v, const char *path, enum td_chat_effort *out,
-                                   struct td_err *err);
-/* "none", "auto", "required", or an object {"type":"function","name":N}, where Chat Completions has
- * {"type":"function","function":{"name":N}}: both are understood. Absent or null: auto. After the tools were added. */
-enum td_status td_chat_json_choice(const struct td_conversation *c, const struct json_t *v, const char *path,
-                                   enum td_chat_choice *out, struct td_err *err);
-/* {NULL, 0} if v is no string. */
-struct td_text td_chat_json_text(const struct json_t *v);
+/* "messages" of Chat Completions. A tool's answer names the call it answers by id; the function's name, which the model
+ * sees, is looked up among all calls, those before it first. */
+void td_chat_json_messages(struct td_fields *f, struct td_arena *a, struct td_chat_conversation *out);
+/* "tools": [{"type":"function","function":{...}}], or with is_flat (Responses) the function's fields beside type; and
+ * "tool_choice". After it, out->tools are those that are offered. *name_out: the function's, with CHOICE_NAMED. */
+void td_chat_json_tools(struct td_fields *f, struct td_arena *a, bool is_flat, struct td_chat_conversation *out,
+                        enum td_tool_choice *choice_out, const char **name_out);
+/* "low", "medium", "high" under name. */
+void td_chat_json_effort(struct td_fields *f, const char *name, enum td_chat_effort *out);
+/* A string, or an array of parts whose type is one of types (NULL-terminated) with their text under "text": parts and
+ * their number. Absent: neither is touched. */
+void td_chat_json_content(struct td_fields *f, struct td_arena *a, const char *name, const char *const *types,
+                          const struct td_text **parts_out, size_t *n_out);
+/* "response_format": a json_schema is written into the prompt; nothing here enforces it. */
+void td_chat_json_response_format(struct td_fields *f, struct td_arena *a, struct td_chat_response_format *out);
 
 #endif

@@ -2,7 +2,7 @@
 #include <string.h>
 
 #include "common/base/mem.h"
-#include "common/text/chat_json.h"
+#include "common/text/fields.h"
 #include "deploy/ctl/cases.h"
 
 struct gathering {
@@ -36,7 +36,7 @@ static void add_to_stream(struct gathering *g, const char *kind, const struct td
         if (is_call) json_object_set_new(last, "index", json_integer(e->call));
         json_array_append_new(g->stream, last);
     }
-    struct td_text before = td_chat_json_text(json_object_get(last, "text"));
+    struct td_text before = td_json_text(json_object_get(last, "text"));
     struct td_buf text = {0};
     td_buf_put(&text, before.p, before.n);
     if (e->starts_line) td_buf_str(&text, "\n");
@@ -126,7 +126,7 @@ static enum td_status read_functions(const json_t *tools, struct td_text **out, 
     *out = td_calloc(*n_out + 1, sizeof **out);
     if (*out == NULL) return td_err_set(err, TD_E_NO_MEMORY, "no memory for the tools");
     for (size_t i = 0; i < *n_out; i++) {
-        (*out)[i] = td_chat_json_text(json_array_get(tools, i));
+        (*out)[i] = td_json_text(json_array_get(tools, i));
         if ((*out)[i].p == NULL) return td_err_set(err, TD_E_INVALID, "tools[%zu]: must be a name", i);
     }
     return TD_OK;

@@ -1,23 +1,27 @@
-#include <stdlib.h>
 #include <string.h>
 
 #include "common/base/check.h"
-#include "common/base/mem.h"
 #include "common/text/chat_json.h"
 #include "common/text/harmony.h"
 #include "deploy/ctl/cases.h"
 
 /* --- Chat Completions --------------------------------------------------------------------------------------------- */
 
-static enum td_status render_request(const struct td_chat_format *f, json_t *request, const char *date,
+static enum td_status render_request(const struct td_chat_format *f, const json_t *request, const char *date,
                                      struct td_token_list *out, struct td_err *err)
 {
-    struct td_conversation c = {0};
-    enum td_chat_choice choice;
-    enum td_status st = td_chat_json_read(&c, request, &choice, err);
-    c.chat.current_date = date;
-    if (st == TD_OK) st = f->render(f, &c.chat, out, err);
-    td_conversation_deinit(&c);
+    struct td_chat_conversation c = {.current_date = date};
+    struct td_arena arena = {0};
+    enum td_tool_choice choice;
+    const char *name = NULL;
+    struct td_fields fields = td_fields_open(request, err, "%s", "");
+    td_chat_json_messages(&fields, &arena, &c);
+    td_chat_json_tools(&fields, &arena, false, &c, &choice, &name);
+    td_chat_json_effort(&fields, "reasoning_effort", &c.effort);
+    td_chat_json_response_format(&fields, &arena, &c.response_format);
+    enum td_status st = fields.st;
+    if (st == TD_OK) st = f->render(f, &c, out, err);
+    td_arena_free(&arena);
     return st;
 }
 
@@ -27,7 +31,7 @@ static enum td_status render_request(const struct td_chat_format *f, json_t *req
 struct reading {
     struct td_harmony_message *messages;
     size_t n;
-    struct td_conversation memory; /* owns the blocks below */
+    struct td_arena arena;
     bool has_functions;
     struct td_err *err;
 };
@@ -37,18 +41,14 @@ static enum td_status bad(const struct reading *r, size_t i, const char *field, 
     return td_err_set(r->err, TD_E_INVALID, "messages[%zu].%s: %s", i, field, why);
 }
 
-static void *take(struct reading *r, size_t n, size_t size)
-{
-    void *p = td_calloc(n > 0 ? n : 1, size);
-    return p != NULL && td_conversation_own(&r->memory, p) ? p : NULL;
-}
+static void *take(struct reading *r, size_t n, size_t size) { return td_arena_alloc(&r->arena, n, size); }
 
 static enum td_status no_memory(const struct reading *r)
 {
     return td_err_set(r->err, TD_E_NO_MEMORY, "no memory for the messages");
 }
 
-static struct td_text text_of(const json_t *v, const char *key) { return td_chat_json_text(json_object_get(v, key)); }
+static struct td_text text_of(const json_t *v, const char *key) { return td_json_text(json_object_get(v, key)); }
 
 static bool is_string(const json_t *v, const char *text)
 {
@@ -113,7 +113,7 @@ static enum td_status write_system(struct reading *r, size_t at, const json_t *c
     TD_TRY(read_effort(r, text_of(content, "reasoning_effort"), &s.effort));
     struct td_text *names = take(r, s.n_channels, sizeof *names);
     if (names == NULL) return no_memory(r);
-    for (size_t i = 0; i < s.n_channels; i++) names[i] = td_chat_json_text(json_array_get(channels, i));
+    for (size_t i = 0; i < s.n_channels; i++) names[i] = td_json_text(json_array_get(channels, i));
     s.channels = names;
     s.tools = tools;
     td_harmony_system_text(&s, out);
@@ -147,15 +147,13 @@ static enum td_status read_part(struct reading *r, size_t at, const json_t *part
         st = write_developer(r, at, part, &text);
     else
         st = bad(r, at, "content", "a part's type must be text, system_content or developer_content");
-    if (st == TD_OK && (td_buf_cstr(&text), text.failed)) st = no_memory(r);
-    size_t n = text.n;
-    if (st != TD_OK || n == 0) {
-        td_buf_free(&text);
-        *out = (struct td_text){"", 0};
-        return st;
-    }
-    *out = (struct td_text){(char *)text.data, n};
-    return td_conversation_own(&r->memory, text.data) ? TD_OK : no_memory(r);
+    if (st == TD_OK && text.failed) st = no_memory(r);
+    char *copy = take(r, text.n, 1);
+    if (st == TD_OK && copy == NULL) st = no_memory(r);
+    if (st == TD_OK && text.n > 0) memcpy(copy, text.data, text.n);
+    *out = (struct td_text){copy, text.n};
+    td_buf_free(&text);
+    return st;
 }
 
 static enum td_status read_message(struct reading *r, size_t at, const json_t *m)
@@ -176,7 +174,7 @@ static enum td_status read_message(struct reading *r, size_t at, const json_t *m
     if (h->author.p == NULL) return bad(r, at, is_tool ? "name" : "role", "must be a string");
     if (!json_is_string(content) && !json_is_array(content))
         return bad(r, at, "content", "must be a string or a list of parts");
-    if (json_is_string(content)) parts[0] = td_chat_json_text(content);
+    if (json_is_string(content)) parts[0] = td_json_text(content);
     for (size_t i = 0; json_is_array(content) && i < n; i++) {
         enum td_status st = read_part(r, at, json_array_get(content, i), &parts[i]);
         if (st != TD_OK) return st;
@@ -219,7 +217,7 @@ static enum td_status render_messages(const struct td_chat_format *f, const json
         st = td_harmony_render(TD_CONTAINER_OF(f, const struct td_harmony, format), r.messages, r.n,
                                (enum td_harmony_mode)how, keeps ? TD_HARMONY_DROP_NONE : TD_HARMONY_DROP_FIRST, out,
                                err);
-    td_conversation_deinit(&r.memory);
+    td_arena_free(&r.arena);
     return st;
 }
 

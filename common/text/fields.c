@@ -1,4 +1,4 @@
-#include "router/fields.h"
+#include "common/text/fields.h"
 
 #include <inttypes.h>
 #include <math.h>

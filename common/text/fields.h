@@ -1,8 +1,8 @@
 /* Typed access to a JSON object's fields, for bodies that clients send: a wrong type or value becomes an error that
  * names the field by its path ("messages[2].content: ..."). The first error sticks, so a reader asks for all it wants
  * and looks at st once. null is the same as absent; fields nobody asks for are ignored. Any thread. */
-#ifndef TD_ROUTER_FIELDS_H
-#define TD_ROUTER_FIELDS_H
+#ifndef TD_TEXT_FIELDS_H
+#define TD_TEXT_FIELDS_H
 
 #include <jansson.h>
 #include <stdbool.h>
