@@ -52,8 +52,9 @@ def measure(a, budget):
             end = time.monotonic()
             alone, mixed = gaps(streams, begin, middle), gaps(streams, middle, end)
             rate = n_prefilled * a.prompt / (end - middle)
-            print(f"{budget:>8} {len(alone):>7} {at(alone, .5):>8.2f} {at(alone, .99):>8.2f} {len(mixed):>7} {at(mixed, .5):>8.2f} "
-                  f"{at(mixed, .99):>8.2f} {at(mixed, .99) / at(alone, .99):>7.2f} {rate:>9.0f}", flush=True)
+            row = [len(alone), at(alone, .5), at(alone, .99), len(mixed), at(mixed, .5), at(mixed, .99),
+                   at(mixed, .99) / at(alone, .99), rate]
+            print(f"{budget:>8}", *(f"{v:>9.2f}" if isinstance(v, float) else f"{v:>9}" for v in row), flush=True)
         finally:
             decode.call.cancel()
             decode.close()
@@ -68,7 +69,8 @@ def main():
     p.add_argument("--seconds", type=float, default=10)
     p.add_argument("--budgets", default="default")
     a = p.parse_args()
-    print(f"{'budget':>8} {'tokens':>7} {'p50 ms':>8} {'p99 ms':>8} {'tokens':>7} {'p50 ms':>8} {'p99 ms':>8} {'p99 x':>7} {'prefill/s':>9}")
+    names = ("gaps", "p50 ms", "p99 ms", "gaps with", "p50 ms", "p99 ms", "p99 x", "prefill/s")
+    print(f"{'budget':>8}", *(f"{n:>9}" for n in names))
     for budget in a.budgets.split(","):
         measure(a, budget)
 

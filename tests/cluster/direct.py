@@ -58,7 +58,8 @@ class DecodeWorker:
         request = worker_pb2.TokenRequest(
             request_id=f"direct-{number}", token_ids=tokens, n_prompt=n_prompt or len(tokens), max_tokens=max_tokens,
             stop_ids=stop_ids, age_us=age_us, sampling=common_pb2.Sampling(temperature=temperature, seed=seed))
-        self.commands.put(worker_pb2.DecodeCommand(start=worker_pb2.DecodeStart(stream_id=number, request=request, prefill=prefill)))
+        start = worker_pb2.DecodeStart(stream_id=number, request=request, prefill=prefill)
+        self.commands.put(worker_pb2.DecodeCommand(start=start))
         return s
 
     def cancel(self, s):
