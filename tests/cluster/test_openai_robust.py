@@ -173,14 +173,23 @@ SEEDS = [
     ("/v1/completions", {"model": "nobody", "prompt": ["a", "b"], "max_tokens": 1, "echo": True, "stop": "q", "n": 2,
                          "stop_token_ids": [1], "min_tokens": 0, "ignore_eos": False, "top_k": 4, "min_p": 0.1}),
     ("/v1/completions", {"model": "nobody", "prompt": [[1, 2, 3], [4]], "max_tokens": 1, "logprobs": 2}),
-    ("/v1/responses", {"model": "nobody", "input": [{"role": "user", "content": "Hi"}], "max_output_tokens": 1, "stream": True}),
+    ("/v1/responses", {"model": "nobody", "instructions": "Be.", "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Héllo"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "o", "annotations": []}]},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "ok"}],
+        "tools": [{"type": "function", "name": "f", "strict": False, "parameters": {"type": "object"}}], "tool_choice": "required",
+        "reasoning": {"effort": "low"}, "text": {"format": {"type": "text"}}, "include": ["message.output_text.logprobs"],
+        "top_logprobs": 1, "store": False, "truncation": "disabled", "metadata": {"a": "b"}, "max_output_tokens": 1, "stream": True}),
+    ("/v1/responses", {"input": "Hi", "max_output_tokens": 1}),
     ("/tokenize", {"messages": [{"role": "user", "content": "Hi"}], "tools": [
         {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"$ref": "#"}}}}}]}),
     ("/tokenize", {"prompt": "Hi", "parse_special": True}),
     ("/detokenize", {"tokens": [1, 2, 3], "keep_special": True}),
     (CHAT, {"model": "tiny-model", "messages": SUM, "max_tokens": 1}),
 ]
-WEIGHTS = [40, 15, 10, 15, 10, 5, 5, 3]
+WEIGHTS = [40, 15, 10, 20, 2, 10, 5, 5, 3]
 DELIBERATE = {200, 400, 404, 413}
 
 
