@@ -11,7 +11,7 @@
  * What can go wrong, in any state
  *   the client leaves, the deadline passes, the engine fails: the send is aborted (the decode worker is told), the
  * stream ends. the decode worker stops the generation, or dies: the send ends by itself, the stream ends with STALE or
- * PEER_LOST. the first token ends the request: it is told with its reason, the send is aborted with OK (no KV is
+ * TARGET_LOST. the first token ends the request: it is told with its reason, the send is aborted with OK (no KV is
  * needed), all is well. LEAVING lasts until the engine has given the batch back and no put reads the pages any more;
  * only then they are free. */
 #include "prefill/worker.h"
@@ -470,7 +470,7 @@ void td_prefill_worker_on_send_ended(void *self, struct td_tx_send *s, enum td_s
         const char *text = st == TD_E_STALE       ? "the decode worker stopped this generation"
                            : st == TD_E_PEER_LOST ? "the decode worker is lost"
                                                   : "the KV could not be moved";
-        step(r, EV_UNSENT, st, text);
+        step(r, EV_UNSENT, st == TD_E_PEER_LOST ? TD_E_TARGET_LOST : st, text); /* not we are lost */
         advance(w);
         return;
     }
@@ -535,7 +535,9 @@ static enum td_status begin(struct td_prefill_worker *w, struct td_prefill_run *
         return td_err_set(err, TD_E_BUSY, "%u requests wait here already", w->n_waiting);
     TD_TRY(check_target(w, m->target, r->req.n_tokens, dst, err));
     r->decode = m->target->incarnation;
-    TD_TRY(td_prefill_send_introduce(w->send, r->decode, m->descriptor, err));
+    st = td_prefill_send_introduce(w->send, r->decode, m->descriptor, err);
+    if (st == TD_E_PEER_LOST) st = TD_E_TARGET_LOST;
+    if (st != TD_OK) return st;
     TD_TRY(td_prefill_seq_init(&r->seq, &w->sched, r->req.n_tokens, r->req.id));
     r->n_to_compute = r->req.n_tokens - td_prefill_sched_known(&w->sched, &r->seq, r->req.tokens);
     for (int g = 0; g < TD_KV_N_GROUPS; g++) /* numbers follow when there are pages */

@@ -313,7 +313,7 @@ static void on_timeout(struct td_timer *t)
 {
     struct td_request *r = TD_CONTAINER_OF(t, struct td_request, timeout);
     if (r->state == RQ_DOUBT)
-        td_request_step(r, td_request_failed(r, TD_BLAME_PREFILL, r->doubt_status, true, r->doubt.text));
+        td_request_step(r, td_request_run_failed(r, r->doubt_status, true, r->doubt.text));
     else
         td_request_step(r, EV_TIMEOUT);
 }

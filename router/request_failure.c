@@ -20,7 +20,7 @@ enum td_request_event td_request_fatal(struct td_request *r, enum td_status st, 
     return EV_FATAL;
 }
 
-static bool is_death(enum td_status st) { return st == TD_E_PEER_LOST || st == TD_E_DEVICE; }
+static bool is_death(enum td_status st) { return st == TD_E_PEER_LOST || st == TD_E_TARGET_LOST || st == TD_E_DEVICE; }
 
 /* May it be tried once more? Counts this failure. */
 static bool may_try_again(struct td_request *r, enum td_status st, bool can_go_on)
@@ -56,6 +56,11 @@ enum td_request_event td_request_failed(struct td_request *r, enum td_blame blam
     /* A generation that has ended is cured by a fresh start, wherever. */
     r->same_ok = td_status_retry(st) == TD_RETRY_LATER || st == TD_E_STALE;
     return EV_RETRY;
+}
+
+enum td_request_event td_request_run_failed(struct td_request *r, enum td_status st, bool can_go_on, const char *text)
+{
+    return td_request_failed(r, st == TD_E_TARGET_LOST ? TD_BLAME_DECODE : TD_BLAME_PREFILL, st, can_go_on, text);
 }
 
 enum td_request_event td_request_no_room(struct td_request *r, enum td_status st, const char *text)

@@ -68,6 +68,9 @@ enum td_request_event td_request_fatal(struct td_request *r, enum td_status st, 
 /* A worker failed us: EV_RETRY or EV_FATAL. can_go_on: it says itself that others can, whatever the status. */
 enum td_request_event td_request_failed(struct td_request *r, enum td_blame blame, enum td_status st, bool can_go_on,
                                         const char *text);
+/* The run failed: its worker did, unless it says that the decode worker is lost, which it may know long before we do.
+ */
+enum td_request_event td_request_run_failed(struct td_request *r, enum td_status st, bool can_go_on, const char *text);
 /* The decode worker has no pages for it, or not any more: EV_NO_ROOM or EV_FATAL. */
 enum td_request_event td_request_no_room(struct td_request *r, enum td_status st, const char *text);
 /* A decode worker's tokens reached the client: what failed before is overcome. */

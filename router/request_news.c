@@ -188,7 +188,7 @@ void td_request_on_run_closed(struct td_request *r, enum td_status st, const cha
     if (td_request_is_prefilling(r)) {
         td_request_step(r, st == TD_OK ? td_request_failed(r, TD_BLAME_PREFILL, TD_E_PROTOCOL, false,
                                                            "the run ended without a first token")
-                                       : td_request_failed(r, TD_BLAME_PREFILL, st, false, text));
+                                       : td_request_run_failed(r, st, false, text));
     } else if (st != TD_OK && r->state == RQ_HANDOFF) {
         r->doubt_status = st;
         td_err_set(&r->doubt, st, "%s", text);

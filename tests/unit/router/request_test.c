@@ -637,7 +637,8 @@ static void retries_follow_the_status_table(void **state)
                 assert_string_equal(td_request_state_name(&t.r), "BACKOFF");
                 assert_int_equal(t.r.failed_decode, 1);
                 assert_int_equal(t.r.failed_prefill, 11);
-                assert_int_equal(t.r.blame, side == 1 ? TD_BLAME_DECODE : TD_BLAME_PREFILL);
+                bool is_decode = side == 1 || st == TD_E_TARGET_LOST;
+                assert_int_equal(t.r.blame, is_decode ? TD_BLAME_DECODE : TD_BLAME_PREFILL);
                 assert_int_equal(t.r.same_ok, td_status_retry(st) == TD_RETRY_LATER || st == TD_E_STALE);
                 a_little_later(&t);
                 assert_string_equal(td_request_state_name(&t.r), "RESERVING");
@@ -737,6 +738,20 @@ static void without_another_worker_the_first_failure_is_the_reason(void **state)
     a_little_later(t);
     assert_int_equal(t->done_st, TD_E_PEER_LOST);
     assert_non_null(strstr(t->done_text, "said the prefill worker"));
+}
+
+/* The prefill worker may know long before we do: blamed itself, the next try would go to the dead again, whose loss
+ * would then count as the second. */
+static void a_run_whose_decode_worker_is_lost_is_that_worker_s_death(void **state)
+{
+    struct world *t = *state;
+    to_prefilling(t);
+    run_closed(t, TD_E_TARGET_LOST);
+    assert_string_equal(td_request_state_name(&t->r), "BACKOFF");
+    assert_int_equal(t->r.blame, TD_BLAME_DECODE);
+    assert_int_equal(t->r.n_deaths, 1);
+    a_little_later(t);
+    assert_string_equal(td_request_state_name(&t->r), "RESERVING");
 }
 
 static void a_refusal_from_the_queue_reaches_the_client(void **state)
@@ -1217,6 +1232,7 @@ int main(void)
         cmocka_unit_test(retries_follow_the_status_table),
         T(two_retries_and_no_more),
         T(without_another_worker_the_first_failure_is_the_reason),
+        T(a_run_whose_decode_worker_is_lost_is_that_worker_s_death),
         T(a_refusal_from_the_queue_reaches_the_client),
         T(a_full_queue_refuses),
         cmocka_unit_test(what_saw_two_workers_die_is_not_tried_again),
