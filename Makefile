@@ -144,7 +144,7 @@ unit: $(if $(ONLY),$(foreach t,$(UNIT_BIN),$(if $(findstring $(ONLY),$(t)),$(t))
 # first. --wrap: the log, and functions that tests/sim/planted.c replaces by wrong ones.
 SIM_BIN    := $(BUILD)/bin/sim
 SIM_OBJ    := $(patsubst %.c,$(BUILD)/obj/%.o,$(wildcard tests/sim/*.c))
-SIM_WRAP   := $(shell sed -n 's/.*__wrap_\(td_[a-z_]*\)[^a-z_].*/\1/p; s/^WRAP.[a-z_ ]*, \(td_[a-z_]*\),.*/\1/p' tests/sim/*.c | sort -u)
+SIM_WRAP   := $(shell sed -n 's/.*__wrap_\(td_[a-z_]*\)[^a-z_].*/\1/p; s/^WRAP.[a-z0-9_ ]*, \(td_[a-z_]*\),.*/\1/p' tests/sim/*.c | sort -u)
 $(SIM_BIN): $(SIM_OBJ) $(call link_libs,$(LAYERS))
 	@mkdir -p $(@D)
 	$(call say,link,$@)

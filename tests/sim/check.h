@@ -15,7 +15,6 @@
 void sim_check_init(struct sim_cluster *c, struct sim_clients *clients);
 void sim_check_event(struct sim_cluster *c);
 bool sim_is_at_rest(const struct sim_cluster *c); /* nothing is held anywhere */
-/* had_trouble: there is an excuse for requests that failed. */
-void sim_check_end(struct sim_cluster *c, const struct sim_clients *clients, bool had_trouble);
+void sim_check_end(struct sim_cluster *c, const struct sim_clients *clients);
 
 #endif

@@ -111,6 +111,7 @@ static void listen_and_join(struct sim_cluster *c, struct sim_process *p)
         .version = TD_VERSION,
         .max_context_tokens = w->max_context_tokens,
         .vocab_size = SIM_VOCAB,
+        .step_timeout_ms = w->cfg.step_timeout,
         .eos_ids = sim_model.eos_ids,
         .n_eos = sim_model.n_eos,
         .descriptor = &w->descriptor,

@@ -44,6 +44,7 @@ struct sim_process {
         struct td_decode_daemon *decode;
     };
     struct td_worker *worker;                                  /* of the two workers */
+    uint64_t quarantined_since_ns;                             /* 0: nothing is */
     struct sim_page_mark marks[TD_KV_N_GROUPS][SIM_MAX_PAGES]; /* check.c's */
     struct td_list link;
 };
@@ -53,8 +54,9 @@ struct sim_place {
     char name[8];
     enum sim_role role;
     struct sim_shape shape;
-    uint32_t n_lives;
-    struct sim_process *now; /* NULL: nobody there */
+    uint32_t n_lives, n_troubles; /* n_troubles: that struck it so far */
+    bool is_losing;               /* messages of its transfer */
+    struct sim_process *now;      /* NULL: nobody there */
     struct td_list link;
 };
 
@@ -73,6 +75,8 @@ struct sim_cluster {
     /* trouble.c: something happens between two places. */
     void (*on_moment)(struct sim_cluster *c, enum sim_moment m, uint32_t a, uint32_t b);
     void *plot;
+    uint64_t last_silence_ns; /* when a worker stood still or lost messages last */
+    uint32_t n_struck[16];    /* troubles by kind (trouble.h) */
 };
 
 void sim_cluster_init(struct sim_cluster *c, struct sim_world *w);

@@ -9,7 +9,9 @@
 #include "common/handoff/wire.h"
 #include "common/transfer/memory_int.h"
 #include "decode/worker_int.h"
+#include "prefill/sched.h"
 #include "router/answer.h"
+#include "router/link.h"
 
 enum planted {
     NONE,
@@ -107,6 +109,23 @@ WRAP(void, td_token_request_want_token, const struct td_token_request *r, struct
 {
     __real_td_token_request_want_token(r, seg);
     if (planted == wrong_draw && seg->draw_index > 0) seg->draw_index--;
+}
+
+WRAP(enum td_status, td_link_start, struct td_request *r, struct td_err *err)
+{
+    bool goes_on = r->n_tokens > r->n_prompt;
+    uint32_t n_tokens = r->n_tokens, n_prompt = r->n_prompt;
+    if (goes_on && planted == lost_migrating) r->n_tokens--;
+    if (goes_on && planted == forgotten_draws) r->n_prompt = r->n_tokens;
+    enum td_status st = __real_td_link_start(r, err);
+    r->n_tokens = n_tokens;
+    r->n_prompt = n_prompt;
+    return st;
+}
+
+WRAP(uint32_t, td_prefill_seq_copies, const struct td_prefill_seq *q, struct td_page_copy out[TD_KV_N_GROUPS])
+{
+    return planted == no_copy ? 0 : __real_td_prefill_seq_copies(q, out);
 }
 
 WRAP(enum td_status, td_memory_flush, struct td_xfer_peer *p, struct td_xfer_req *req)

@@ -17,6 +17,9 @@
     X(double_end,      "a decode worker tells the end of a request twice")                                             \
     X(double_terminal, "a client gets the last event twice")                                                           \
     X(page_leak,       "a page is not given back now and then")                                                        \
+    X(lost_migrating,  "a request that goes on elsewhere forgets its last token")                                       \
+    X(forgotten_draws, "a request that goes on elsewhere draws as if its answer so far were prompt")                    \
+    X(no_copy,         "a block that is known in part is not copied from the prefix cache")                             \
     X(wrong_draw,      "a decode worker draws with the index of the token before")
 /* clang-format on */
 

@@ -47,6 +47,7 @@ static void lose_none(struct td_timer *t)
 static void lose_messages(struct sim_trouble *tr)
 {
     struct td_xfer_memory_trouble m = tr->place->shape.trouble;
+    tr->place->is_losing = true;
     if (tr->amount % 2 == 0)
         m.lose_message_ppm = 300000;
     else
@@ -69,6 +70,8 @@ static void strike(struct td_timer *t)
     tr->aim = SIM_AT_TIME;
     sim_trace(w, "* %s: %s%s%s, amount %u for %llu ms", names[tr->kind], p->host.name, tr->other != NULL ? " and " : "",
               tr->other != NULL ? tr->other->name : "", tr->amount, (unsigned long long)(tr->for_ns / TD_NS_PER_MS));
+    tr->plot->cluster->n_struck[tr->kind]++;
+    tr->place->n_troubles++;
     struct sim_link *l = tr->other != NULL ? sim_link_of(w, tr->place->address, tr->other->address) : NULL;
     switch (tr->kind) {
     case SIM_CRASH:
@@ -222,7 +225,7 @@ void sim_plot_make(struct sim_plot *plot, struct sim_cluster *c, struct sim_clie
     for (uint32_t i = 0; i < c->n_workers; i++) sim_start(c, &c->workers[i]);
 
     struct sim_draws o = {.seed = c->world->seed, .stream = 11};
-    uint32_t n_orders = (uint32_t)sim_draw(&o, 10, 80);
+    uint32_t n_orders = (uint32_t)sim_draw(&o, 10, 120);
     uint64_t span = sim_chance(&o, 30) ? SIM_MS(300) : SPAN_NS;
     for (uint32_t i = 0; i < n_orders; i++) {
         struct sim_client *k = sim_client_new(clients);
@@ -232,7 +235,7 @@ void sim_plot_make(struct sim_plot *plot, struct sim_cluster *c, struct sim_clie
         sim_client_begin(k, at);
     }
     struct sim_draws t = {.seed = c->world->seed, .stream = 12};
-    plot->n_troubles = plot->is_calm ? 0 : (uint32_t)sim_draw(&t, 0, 10);
+    plot->n_troubles = plot->is_calm ? 0 : (uint32_t)sim_draw(&t, 0, 14);
     /* Some seeds have a theme: one kind of trouble, again and again. */
     enum sim_trouble_kind theme = (enum sim_trouble_kind)sim_draw(&t, 0, SIM_N_TROUBLES - 1);
     bool has_theme = sim_chance(&t, 40);
