@@ -24,7 +24,7 @@ static uint32_t n_refs(const struct td_kv_pages *kv)
 
 static uint32_t n_held_by(const struct td_decode_request *r)
 {
-    uint32_t n = 0;
+    uint32_t n = r->seq.hit.has_copy ? TD_KV_N_GROUPS : 0;
     for (int g = 0; g < TD_KV_N_GROUPS; g++)
         n += (r->reservation != NULL ? r->target.n_pages[g] : 0) + r->seq.end[g] - r->seq.first[g];
     return n;

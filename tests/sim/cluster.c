@@ -27,7 +27,8 @@ static void lay_out(struct sim_cluster *c, struct sim_process *p)
     snprintf(w->cfg.model_name, sizeof w->cfg.model_name, "%s", SIM_MODEL_NAME);
     w->cfg.tp = s->tp;
     w->cfg.max_batch = s->max_batch;
-    w->cfg.prefill_chunk_tokens = s->chunk_tokens;
+    w->cfg.prefill_chunk_tokens = w->cfg.local_prefill_tokens = s->chunk_tokens;
+    w->cfg.max_prefill_batch = s->max_batch;
     w->cfg.prefix_cache = s->has_prefix_cache;
     w->cfg.quarantine = s->quarantine_ms;
     w->cfg.step_timeout = s->step_timeout_ms;
@@ -164,13 +165,14 @@ static void start_prefill(struct sim_cluster *c, struct sim_process *p)
                                           .max_context_tokens = w->max_context_tokens,
                                           .has_prefix_cache = w->cfg.prefix_cache != 0,
                                           .chunk_tokens = d->chunk_tokens,
+                                          .max_batch = w->cfg.max_prefill_batch,
                                           .max_waiting = 16};
     for (int g = 0; g < TD_KV_N_GROUPS; g++) {
         o.kv[g] = so.source.kv[g] = w->kv_layout[g];
         for (uint32_t r = 0; r < w->cfg.tp; r++) so.source.base[r][g] = w->xfer_ops->pool_base(w->pools[r][g]);
     }
     TRY(td_prefill_send_start(d->send, w->xfer, &so));
-    create_engine(p, &engine, d, d->chunk_tokens, 1);
+    create_engine(p, &engine, d, d->chunk_tokens, w->cfg.max_prefill_batch);
     struct td_prefill_ports ports = td_prefill_daemon_ports(d);
     TRY(td_prefill_worker_create(&o, w->kv, d->send, &ports, &d->worker));
     listen_and_join(c, p);
@@ -203,7 +205,7 @@ static void start_decode(struct sim_cluster *c, struct sim_process *p)
     lay_out(c, p);
     TRY(td_decode_recv_create(&td_xfer_memory, &w->descriptor.layout, &d->recv));
     open_transfer(c, p, &xfer, d->recv);
-    create_engine(p, &engine, d, w->cfg.max_batch + w->cfg.prefill_chunk_tokens, w->cfg.max_batch);
+    create_engine(p, &engine, d, w->cfg.max_batch + w->cfg.local_prefill_tokens, w->cfg.max_batch);
     struct td_decode_worker_options o = {
         .incarnation = w->incarnation,
         .window_tokens = SIM_WINDOW,
@@ -211,7 +213,8 @@ static void start_decode(struct sim_cluster *c, struct sim_process *p)
         .n_vocab = SIM_VOCAB,
         .max_context_tokens = w->max_context_tokens,
         .max_batch = w->cfg.max_batch,
-        .chunk_tokens = w->cfg.prefill_chunk_tokens,
+        .chunk_tokens = w->cfg.local_prefill_tokens,
+        .has_prefix_cache = w->cfg.prefix_cache != 0,
         .return_margin_tokens = 2 * SIM_PAGE_TOKENS,
         .quarantine_ms = w->cfg.quarantine,
     };

@@ -58,6 +58,7 @@ struct td_router *sim_router_start(struct td_loop *host, const struct td_config 
     td_front_bind(ro);
     td_fleet_init(&ro->fleet, &ro->fleet_ports, ro->cfg.model_name, ro->cfg.worker_timeout);
     td_admit_init(&ro->admit, ro->env, &ro->fleet, ro->cfg.max_queue);
+    if (!td_place_parse_on(ro->cfg.prefill_on, &ro->admit.prefill_on)) sim_fail(host->world, "--prefill-on");
     td_rpc_serve(ro->rpc, ro->cfg.rpc_address, td_router_methods, ro, &err);
     return ro;
 }

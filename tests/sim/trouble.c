@@ -1,5 +1,7 @@
 #include "tests/sim/trouble.h"
 
+#include <stdio.h>
+
 #include "common/transfer/memory.h"
 
 #define SPAN_NS (3 * TD_NS_PER_S) /* orders and troubles begin within this */
@@ -148,7 +150,7 @@ static void draw_shape(struct sim_draws *d, enum sim_role role, bool is_tight, s
     uint32_t longest = SIM_MAX_CONTEXT / SIM_PAGE_TOKENS;
     out->n_pages[TD_KV_FULL] = longest + (uint32_t)(is_tight ? sim_draw(d, 0, 20) : sim_draw(d, 60, 160));
     out->n_pages[TD_KV_SLIDING] = (uint32_t)(is_tight ? sim_draw(d, 16, 40) : sim_draw(d, 60, 100));
-    if (role == SIM_PREFILL) out->max_batch = 1;
+    if (role == SIM_PREFILL) out->max_batch = (uint32_t)sim_draw(d, 1, 3);
 }
 
 static void draw_order(struct sim_draws *d, struct sim_client *k, uint32_t nth, bool is_calm)
@@ -221,6 +223,8 @@ void sim_plot_make(struct sim_plot *plot, struct sim_cluster *c, struct sim_clie
         draw_shape(&d, role, is_tight, &shape);
         sim_cluster_add_worker(c, role, &shape);
     }
+    const char *on = sim_chance(&d, 40) ? "auto" : sim_chance(&d, 70) ? "prefill" : "decode";
+    snprintf(c->router_cfg.prefill_on, sizeof c->router_cfg.prefill_on, "%s", on);
     sim_start(c, &c->router);
     for (uint32_t i = 0; i < c->n_workers; i++) sim_start(c, &c->workers[i]);
 
