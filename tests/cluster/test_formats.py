@@ -2,10 +2,13 @@
 import json
 import os
 import pathlib
+import random
+import re
 import subprocess
 
 import pytest
 
+import harmony_rules
 from conftest import BIN, MODEL
 
 CASES_FILE = pathlib.Path(__file__).resolve().parents[1] / "cases" / "harmony-cases.json"
@@ -117,3 +120,43 @@ def test_bad_input_is_named(args, stdin, said):
     done = ctl(*args, stdin=stdin)
     assert done.returncode in (1, 2) and said in done.stderr, done.stderr
     assert done.stdout == ""
+
+
+# ---- the rules -----------------------------------------------------------------------------------------------------------
+
+SPECIAL = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>", "<|endoftext|>"]
+PIECES = ["assistant", "user", "tool", ":x", " to=functions.f", " to=f", " to=", " to=all", " to=assistant", "functions.g", "python",
+          "analysis", "commentary", "final", "finally", "reply", " json", "json", " code", " ", "\n", "{", "}", '{"a": 1}', "Sure.", "So",
+          " then", "<", "|", "é", "\u00a0", "\u3000"]
+
+
+def token_ids():
+    """{piece: its ids}; the last ones hold parts of a character."""
+    ids = {p: one("tokenize", "--model", MODEL, "--special", "--text", p)["token_ids"] for p in PIECES + SPECIAL}
+    for i in one("tokenize", "--model", MODEL, "--text", "\U0001f9ea")["token_ids"]:
+        ids[bytes.fromhex(one("detokenize", "--model", MODEL, "--token-ids", i)["bytes_hex"])] = [i]
+    return ids
+
+
+def test_the_cases_follow_the_rules():
+    """The second implementation is worth something: it reproduces every case whose text says all of it."""
+    for c in CASES["parse"]:
+        if c["text"] and "\ufffd" not in c["text"]:
+            tokens = [t if t in SPECIAL else t.encode() for t in re.split(r"(<\|[a-z]+\|>)", c["text"]) if t]
+            assert harmony_rules.read(tokens, c["tools"], c["stopped_by"]) == {k: c[k] for k in ("messages", "hidden", "stream", "chat")}, c["name"]
+
+
+def test_random_streams_are_read_by_the_rules(tmp_path):
+    ids, rng = token_ids(), random.Random(5)
+    specials, others = [[ids[s], s] for s in SPECIAL], [[v, k if isinstance(k, bytes) else k.encode()] for k, v in ids.items() if k not in SPECIAL]
+    cases, expected = [], []
+    for i in range(4000):
+        stream = [rng.choice(specials if rng.random() < 0.4 else others) for _ in range(rng.randrange(30))]
+        stopped_by, tools = rng.choice(["stop", "length"]), rng.choice([[], ["f"], ["f", "g"]])
+        cases.append({"name": str(i), "ids": [t for piece in stream for t in piece[0]], "stopped_by": stopped_by, "tools": tools})
+        expected.append(harmony_rules.read([piece[1] for piece in stream], tools, stopped_by))
+    path = tmp_path / "cases.json"
+    path.write_text(json.dumps(cases))
+    for case, out, want in zip(cases, lines("parse", "--model", MODEL, path), expected):
+        got = {k: out[k] for k in want}
+        assert got == want, out["text"] or case["ids"]
