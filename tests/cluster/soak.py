@@ -5,7 +5,8 @@
 
 A round: clients send greedy requests with known answers, cancel, set short deadlines, read slowly, vanish; meanwhile workers get
 SIGKILL (and are started again), SIGSTOP+SIGCONT, SIGTERM. Then the load ends, the fleet is whole again, and everything must be back
-where it was: free pages, gauges, open calls, file descriptors and memory of the survivors, shared-memory segments. What a client
+where it was: free pages, gauges, open calls, file descriptors and memory of the survivors, shared-memory segments; at the very end
+the descriptors are counted against the start without the slack that they have in between. What a client
 got of a greedy answer must be its beginning, whatever happened to the workers. One worker is spared for a while, so that it sees many
 peers die. The soak runs until both --kills and --minutes are reached. A failure prints its seed, the states and the logs' folder."""
 import argparse
@@ -25,6 +26,7 @@ import time
 ROUND_CLIENTS = 6
 KV_BYTES = 64 << 20
 FD_SLACK = 16                # connections that come and go with the peers
+FD_SLACK_AT_END = 2          # a poll of /metrics that is just being closed
 RSS_SLACK = 64 << 20
 STUCK_S = 60                 # a request without a deadline of its own must be over by then
 
@@ -203,6 +205,24 @@ class Soak:
         self.wrong += warm.wrong
         self.start_segments = len(segments())
         self.settle()
+        self.start_fds = self.fds_by_role()
+        print(f"at the start: {self.sizes()}", flush=True)
+
+    def fds_by_role(self) -> dict:
+        """The most that a daemon of each role has."""
+        out = collections.Counter()
+        for d in [self.fleet.router, *self.workers()]:
+            out[d.role] = max(out[d.role], len(fds_of(d.process.pid)))
+        return out
+
+    def check_end(self):
+        """Pages are checked in each round; here the descriptors too are where they were at the start."""
+        def more():
+            return {role: n for role, n in self.fds_by_role().items() if n > self.start_fds[role] + FD_SLACK_AT_END}
+        try:
+            wait_until("descriptors are back", lambda: not more(), 30, 0.5)
+        except AssertionError:
+            self.wrong.append(f"descriptors at the end: {more()}, at the start {dict(self.start_fds)}")
 
     def workers(self):
         return self.fleet.prefill + self.fleet.decode
@@ -368,6 +388,8 @@ def main() -> int:
             soak.round(soak.rng.randrange(1, 5) if is_due else 0)
             print(f"round {soak.n_rounds} at {time.monotonic() - began:.0f} s: kills={soak.n_kills} "
                   f"requests={sum(soak.ends.values())} {soak.sizes()}", flush=True)
+        if not soak.wrong:
+            soak.check_end()
     finally:
         if soak.wrong:
             soak.report()
