@@ -107,8 +107,8 @@ static void a_request_becomes_an_order_of_its_own(void **state)
         "# Instructions\n\nBe brief.\n\n# Tools",
         "// Weather.\ntype get_weather = (_: {\ncity?: string,\n}) => any;\n\ntype get_time = () => any;",
         "<|start|>user<|message|>In Oslo today?<|end|>",
-        "<|start|>assistant<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant to=functions.get_weather"
-        "<|channel|>commentary json<|message|>{\"city\":\"Oslo\"}<|call|>",
+        ("<|start|>assistant<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant to=functions.get_weather"
+         "<|channel|>commentary json<|message|>{\"city\":\"Oslo\"}<|call|>"),
         "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>4 degrees<|end|><|start|>assistant",
     };
     for (size_t i = 0; i < TD_COUNT(expected); i++)
