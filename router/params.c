@@ -103,6 +103,7 @@ enum td_status td_params_set_options(struct td_request *r, const struct td_param
     if (n_logprobs > MAX_LOGPROBS)
         return td_err_set(err, TD_E_INVALID, "n_logprobs: %u is above %u", n_logprobs, MAX_LOGPROBS);
     uint32_t max_tokens = stop->max_tokens > 0 ? stop->max_tokens : f->default_max_tokens;
+    if (max_tokens == 0) max_tokens = INT32_MAX; /* the prompt's length decides */
     if (stop->min_tokens > max_tokens)
         return td_err_set(err, TD_E_INVALID, "stop.min_tokens: %u is above max_tokens %u", stop->min_tokens,
                           max_tokens);

@@ -12,8 +12,8 @@
  * what depends on them is not checked then. */
 struct td_params_facts {
     const char *model;
-    uint32_t n_vocab, default_max_tokens;
-    uint32_t max_context;    /* of the worker that takes most: a longer prompt makes no sense (INVALID) */
+    uint32_t n_vocab, default_max_tokens; /* 0: what the context leaves */
+    uint32_t max_context;                 /* of the worker that takes most: a longer prompt makes no sense (INVALID) */
     uint32_t served_context; /* of the worker that takes least: a longer prompt finds no memory (TOO_LARGE) */
     const uint32_t *eos_ids;
     size_t n_eos_ids;

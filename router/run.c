@@ -310,7 +310,8 @@ static Tandem__V1__Stop stop_of(const struct td_run *run)
     const struct td_config *cfg = &run->router->cfg;
     Tandem__V1__Stop stop = run->order.stop;
     if (stop.max_tokens == 0) stop.max_tokens = cfg->default_max_tokens;
-    if (cfg->max_output_tokens > 0 && stop.max_tokens > cfg->max_output_tokens) {
+    bool is_above = stop.max_tokens == 0 || stop.max_tokens > cfg->max_output_tokens;
+    if (cfg->max_output_tokens > 0 && is_above) {
         stop.max_tokens = cfg->max_output_tokens;
         if (stop.min_tokens > stop.max_tokens) stop.min_tokens = stop.max_tokens;
     }

@@ -290,15 +290,30 @@ static void keep_up(struct up *u)
     }
 }
 
+/* What the daemons make of the directory when no name is given. */
+static void model_name_of(const struct up *u, char *out, size_t size)
+{
+    char path[1024];
+    snprintf(path, sizeof path, "%s", u->model);
+    snprintf(out, size, "%s", u->model_name != NULL ? u->model_name : basename(path));
+}
+
 static void print_summary(const struct up *u)
 {
+    const struct td_address *router = &u->members[0].address;
+    char model[256];
+    model_name_of(u, model, sizeof model);
     printf("ready: %u prefill and %u decode, serving %s\n", u->n_prefill, u->n_decode, u->model);
     for (unsigned i = 0; i < u->n_members; i++) {
         const struct td_address *a = &u->members[i].address;
         printf("  %-12s rpc %-22s http %-22s pid %d\n", u->members[i].process->child.name, a->rpc, a->http, a->pid);
     }
     printf("logs and addresses: %s\n", u->run_dir);
-    printf("ask something:\n  %s/tandemctl chat --router %s 'Hello'\n", u->bin_dir, u->members[0].address.rpc);
+    printf("ask something:\n  %s/tandemctl chat --router %s 'Hello'\n", u->bin_dir, router->rpc);
+    printf("  curl http://%s/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+           "    -d '{\"model\": \"%s\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'\n",
+           router->http, model);
+    printf("OpenAI's API: base URL http://%s/v1, model %s, any key\n", router->http, model);
     printf("Ctrl-C stops it\n");
     fflush(stdout);
 }
