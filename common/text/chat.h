@@ -138,7 +138,8 @@ static inline void td_chat_parser_destroy(struct td_chat_parser *p)
 struct td_chat_format {
     const char *name;
     const struct td_tokenizer *tokenizer; /* borrowed */
-    /* Appends the prompt's ids. INVALID: err says which message. NO_MEMORY. On failure out keeps its length. */
+    /* Appends the prompt's ids. INVALID: err says which message. TOO_LARGE: the tools' text. NO_MEMORY. On failure out
+     * keeps its length. */
     enum td_status (*render)(const struct td_chat_format *f, const struct td_chat_conversation *c,
                              struct td_token_list *out, struct td_err *err);
     enum td_status (*parser_create)(const struct td_chat_format *f, const struct td_chat_parser_options *o,

@@ -13,6 +13,9 @@
 
 #define TEXT(literal) ((struct td_text){literal, sizeof literal - 1})
 
+/* Of one text made here. A nested schema's indents can make 20 times its bytes, far more than any context holds. */
+#define MAX_TEXT_BYTES (16u << 20)
+
 static const struct td_text valid_channels[] = {TEXT("analysis"), TEXT("commentary"), TEXT("final")};
 
 /* What a rendering needs to remember until the end: messages, and texts made on the way. */
@@ -22,7 +25,7 @@ struct mapping {
     char **texts; /* owned */
     size_t n_texts, cap_texts;
     struct td_harmony_message nowhere; /* what add_message gives when memory is out */
-    bool failed;
+    bool failed, is_too_large;
 };
 
 static void mapping_free(struct mapping *m)
@@ -54,6 +57,7 @@ static struct td_text keep_text(struct mapping *m, struct td_buf *b)
 {
     struct td_text none = {NULL, 0};
     if (b->failed) m->failed = true;
+    if (b->n > MAX_TEXT_BYTES) m->is_too_large = true;
     if (m->failed || !grow(m, &m->texts, &m->cap_texts, m->n_texts, sizeof *m->texts)) {
         td_buf_free(b);
         return none;
@@ -224,6 +228,8 @@ static enum td_status render(const struct td_chat_format *f, const struct td_cha
         if (st != TD_OK) td_err_prefix(err, st, "messages[%zu]", i);
     }
     if (st == TD_OK && m.failed) st = td_err_set(err, TD_E_NO_MEMORY, "out of memory");
+    if (st == TD_OK && m.is_too_large)
+        st = td_err_set(err, TD_E_TOO_LARGE, "tools: instructions and tools make more than %u bytes", MAX_TEXT_BYTES);
     const struct td_harmony *h = TD_CONTAINER_OF(f, const struct td_harmony, format);
     if (st == TD_OK)
         st = td_harmony_render(h, m.messages, m.n, TD_HARMONY_COMPLETION,

@@ -133,6 +133,31 @@ static void a_bad_conversation_is_refused_with_the_message_and_adds_nothing(void
     assert_int_equal(ids.n, 0);
     td_token_list_free(&ids);
 }
+static void tools_whose_text_would_fill_memory_are_refused(void **state)
+{
+    (void)state;
+    json_t *schema = json_object(), *wide = json_object();
+    for (unsigned i = 0; i < 100000; i++) {
+        char key[16];
+        snprintf(key, sizeof key, "k%u", i);
+        json_object_set_new(wide, key, json_object());
+    }
+    json_object_set_new(schema, "type", json_string("object"));
+    json_object_set_new(schema, "properties", wide);
+    for (unsigned i = 0; i < 45; i++)
+        schema = json_pack("{s: s, s: {s: o}}", "type", "object", "properties", "a", schema);
+    struct td_chat_tool tool = {.name = {"f", 1}, .parameters = schema};
+    struct td_text part = {"Hi", 2};
+    struct td_chat_message m = {.role = TD_CHAT_USER, .parts = &part, .n_parts = 1};
+    struct td_chat_conversation c = {.messages = &m, .n_messages = 1, .tools = &tool, .n_tools = 1};
+    struct td_token_list ids = {0};
+    struct td_err err = {{0}};
+    assert_int_equal(tiny_format->render(tiny_format, &c, &ids, &err), TD_E_TOO_LARGE);
+    assert_non_null(strstr(err.text, "tools: "));
+    td_token_list_free(&ids);
+    json_decref(schema);
+}
+
 static void ignore_event(void *user, const struct td_chat_event *e) { (void)user, (void)e; }
 
 static void any_failed_allocation_is_survived(void **state)
@@ -261,6 +286,7 @@ int main(void)
         cmocka_unit_test(a_response_format_ends_the_developer_message),
         cmocka_unit_test(reasoning_of_finished_turns_goes_unless_kept),
         cmocka_unit_test(a_bad_conversation_is_refused_with_the_message_and_adds_nothing),
+        cmocka_unit_test(tools_whose_text_would_fill_memory_are_refused),
         cmocka_unit_test(any_failed_allocation_is_survived),
         cmocka_unit_test(the_plain_format_goes_through_the_same_interface),
         cmocka_unit_test(a_format_is_chosen_by_name_or_by_the_vocabulary),
