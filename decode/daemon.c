@@ -83,6 +83,7 @@ static struct td_decode_worker *worker_of(void *self) { return ((struct td_decod
 static uint32_t n_requests(void *self) { return td_decode_worker_n_requests(worker_of(self)); }
 static void drain(void *self) { td_decode_worker_drain(worker_of(self)); }
 static void close_streams(void *self) { td_decode_worker_close_streams(worker_of(self)); }
+static const struct td_kv_prefix *prefix(void *self) { return td_decode_worker_prefix(worker_of(self)); }
 static void load(void *self, Tandem__V1__Load *out) { td_decode_worker_load(worker_of(self), out); }
 
 static void end_all(void *self, enum td_status st, const char *text)
@@ -112,5 +113,6 @@ const struct td_worker_role td_decode_role = {
     .end_all = end_all,
     .close_streams = close_streams,
     .load = load,
+    .prefix = prefix,
     .describe = describe,
 };

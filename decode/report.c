@@ -15,6 +15,7 @@ void td_decode_worker_load(const struct td_decode_worker *w, Tandem__V1__Load *o
     out->step_us = td_pace_us_each(&w->steps);
 }
 
+const struct td_kv_prefix *td_decode_worker_prefix(const struct td_decode_worker *w) { return w->prefix; }
 uint32_t td_decode_worker_n_requests(const struct td_decode_worker *w) { return w->n_requests; }
 bool td_decode_worker_is_draining(const struct td_decode_worker *w) { return w->is_draining; }
 

@@ -72,6 +72,7 @@ void td_decode_worker_drain(struct td_decode_worker *w);
 void td_decode_worker_end_all(struct td_decode_worker *w, enum td_status st, const char *why);
 /* Ends every stream after what was sent. */
 void td_decode_worker_close_streams(struct td_decode_worker *w);
+const struct td_kv_prefix *td_decode_worker_prefix(const struct td_decode_worker *w); /* NULL: no cache */
 void td_decode_worker_load(const struct td_decode_worker *w, Tandem__V1__Load *out); /* all but last_step_age_us */
 uint32_t td_decode_worker_n_requests(const struct td_decode_worker *w);
 bool td_decode_worker_is_draining(const struct td_decode_worker *w);

@@ -49,6 +49,7 @@ void td_prefill_daemon_on_send_ended(void *self, struct td_tx_send *s, enum td_s
 static struct td_prefill_worker *worker_of(void *self) { return ((struct td_prefill_daemon *)self)->worker; }
 static uint32_t n_requests(void *self) { return td_prefill_worker_n_runs(worker_of(self)); }
 static void drain(void *self) { td_prefill_worker_drain(worker_of(self)); }
+static const struct td_kv_prefix *prefix(void *self) { return td_prefill_worker_prefix(worker_of(self)); }
 static void load(void *self, Tandem__V1__Load *out) { td_prefill_worker_load(worker_of(self), out); }
 
 static void end_all(void *self, enum td_status st, const char *text)
@@ -77,5 +78,6 @@ const struct td_worker_role td_prefill_role = {
     .drain = drain,
     .end_all = end_all,
     .load = load,
+    .prefix = prefix,
     .describe = describe,
 };

@@ -659,6 +659,8 @@ void td_prefill_worker_end_all(struct td_prefill_worker *w, enum td_status st, c
 
 uint32_t td_prefill_worker_n_runs(const struct td_prefill_worker *w) { return w->n_runs; }
 
+const struct td_kv_prefix *td_prefill_worker_prefix(const struct td_prefill_worker *w) { return w->sched.prefix; }
+
 void td_prefill_worker_load(const struct td_prefill_worker *w, Tandem__V1__Load *out)
 {
     out->n_running = w->n_runs - w->n_waiting;

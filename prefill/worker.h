@@ -59,6 +59,7 @@ void td_prefill_worker_drain(struct td_prefill_worker *w); /* refuses new reques
 /* Every request ends with st for its client; pages come back when batch and transfer let go of them. */
 void td_prefill_worker_end_all(struct td_prefill_worker *w, enum td_status st, const char *text);
 uint32_t td_prefill_worker_n_runs(const struct td_prefill_worker *w);
+const struct td_kv_prefix *td_prefill_worker_prefix(const struct td_prefill_worker *w); /* NULL: no cache */
 void td_prefill_worker_load(const struct td_prefill_worker *w, Tandem__V1__Load *out); /* all but last_step_age_us */
 void td_prefill_worker_describe(const struct td_prefill_worker *w, struct td_buf *json_out);
 

@@ -2,8 +2,11 @@
 
 static enum td_status choose(struct td_admit *a, struct td_request *r, struct td_err *err)
 {
+    td_block_names_extend(&r->names, r->tokens, r->n_tokens, td_fleet_page_tokens(a->fleet));
     struct td_place_query q = {
         .n_tokens = r->n_tokens,
+        .names = r->names.names,
+        .n_names = r->names.n,
         .is_back = r->is_back,
         .failed_decode = r->failed_decode,
         .failed_prefill = r->failed_prefill,
@@ -16,8 +19,8 @@ static enum td_status choose(struct td_admit *a, struct td_request *r, struct td
     struct td_place place;
     enum td_status st = td_place_choose(a->fleet, &q, &place, err);
     if (st != TD_OK) return st;
-    td_fleet_claim(a->fleet, place.decode, place.prefill, r->n_tokens);
-    r->n_charged = r->n_tokens;
+    td_fleet_claim(a->fleet, place.decode, place.prefill, place.n_compute);
+    r->n_charged = place.n_compute;
     r->decode = place.decode;
     r->prefill = place.prefill;
     return TD_OK;

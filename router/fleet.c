@@ -22,6 +22,7 @@ static void free_worker(struct td_fleet *f, struct td_worker *w)
     f->ports->forget(f->ports->self, w);
     td_list_remove(&w->link);
     tandem__v1__identity__free_unpacked(w->identity, NULL);
+    td_prefixes_deinit(&w->prefixes);
     free(w);
 }
 
@@ -234,6 +235,12 @@ void td_fleet_report(struct td_fleet *f, struct td_worker *w, const Tandem__V1__
         f->ports->changed(f->ports->self);
 }
 
+void td_fleet_prefixes(struct td_fleet *f, struct td_worker *w, const Tandem__V1__PrefixNews *news)
+{
+    (void)f;
+    td_prefixes_apply(&w->prefixes, news->is_all, news->changes, news->n_changes);
+}
+
 void td_fleet_leave(struct td_fleet *f, struct td_worker *w)
 {
     w->join = NULL;
@@ -337,6 +344,12 @@ const Tandem__V1__Identity *td_fleet_facts(const struct td_fleet *f)
     return NULL;
 }
 
+uint32_t td_fleet_page_tokens(const struct td_fleet *f)
+{
+    const Tandem__V1__Identity *id = td_fleet_facts(f);
+    return id != NULL ? id->descriptor->layout->page_tokens : 0;
+}
+
 uint32_t td_fleet_least_context(const struct td_fleet *f)
 {
     uint32_t least = 0;
@@ -378,12 +391,14 @@ void td_fleet_describe(const struct td_fleet *f, struct td_buf *out)
                       w->load.is_draining ? "true" : "false", w->is_wired ? "true" : "false",
                       w->is_full ? "true" : "false", ms_ago(now, w->joined_ns), ms_ago(now, w->seen_ns), w->n_requests,
                       w->n_prefilling, w->prefill_tokens);
-        td_buf_printf(
-            out,
-            "\"load\":{\"n_running\":%u,\"n_waiting\":%u,\"free_sliding_pages\":%u,\"free_full_pages\":%u,"
-            "\"quarantined_pages\":%u,\"last_step_age_us\":%" PRIu64 ",\"prefill_tokens_per_s\":%u,\"step_us\":%u}}",
-            w->load.n_running, w->load.n_waiting, w->load.free_sliding_pages, w->load.free_full_pages,
-            w->load.quarantined_pages, w->load.last_step_age_us, w->load.prefill_tokens_per_s, w->load.step_us);
+        td_buf_printf(out,
+                      "\"load\":{\"n_running\":%u,\"n_waiting\":%u,\"free_sliding_pages\":%u,\"free_full_pages\":%u,"
+                      "\"quarantined_pages\":%u,\"last_step_age_us\":%" PRIu64
+                      ",\"prefill_tokens_per_s\":%u,\"step_us\":%u},"
+                      "\"known_blocks\":%u}",
+                      w->load.n_running, w->load.n_waiting, w->load.free_sliding_pages, w->load.free_full_pages,
+                      w->load.quarantined_pages, w->load.last_step_age_us, w->load.prefill_tokens_per_s,
+                      w->load.step_us, w->prefixes.n);
     }
     td_buf_str(out, "]");
 }

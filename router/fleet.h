@@ -19,6 +19,7 @@
 #include "common/base/list.h"
 #include "common/base/status.h"
 #include "proto/fleet.pb-c.h"
+#include "router/prefixes.h"
 
 struct td_worker {
     struct td_list link;
@@ -29,7 +30,8 @@ struct td_worker {
     bool is_wired; /* decode: its shared stream is up; prefill: always */
     bool has_reported;
     bool is_full; /* it refused for want of room: nothing more until its next report or a request of ours ends */
-    Tandem__V1__Load load; /* last report; all 0 before the first */
+    Tandem__V1__Load load;       /* last report; all 0 before the first */
+    struct td_prefixes prefixes; /* what it says its prefix cache holds */
     uint64_t joined_ns, seen_ns;
     void *join;              /* the owner of its Join stream; NULL: ended */
     void *wire;              /* the router's channel to it (link.h) */
@@ -73,6 +75,7 @@ void td_fleet_deinit(struct td_fleet *f); /* forgets everybody, calling forget; 
 enum td_status td_fleet_join(struct td_fleet *f, const Tandem__V1__Identity *identity, void *join,
                              struct td_worker **out, void **old_join_out, struct td_err *err);
 void td_fleet_report(struct td_fleet *f, struct td_worker *w, const Tandem__V1__Load *load);
+void td_fleet_prefixes(struct td_fleet *f, struct td_worker *w, const Tandem__V1__PrefixNews *news);
 void td_fleet_leave(struct td_fleet *f, struct td_worker *w); /* its Join stream ended */
 void td_fleet_lose(struct td_fleet *f, struct td_worker *w, const char *why);
 void td_fleet_wired(struct td_fleet *f, struct td_worker *w, bool is_wired);
@@ -90,6 +93,8 @@ struct td_worker *td_fleet_find(struct td_fleet *f, uint64_t incarnation); /* LI
 /* Live, wired, not draining; and if it watches its steps, a first report has told how the present one does. */
 bool td_fleet_is_usable(const struct td_worker *w);
 uint32_t td_fleet_n(const struct td_fleet *f, Tandem__V1__Role role); /* usable */
+/* Tokens to a block of the prefix caches; 0: nobody is live. */
+uint32_t td_fleet_page_tokens(const struct td_fleet *f);
 /* What every live worker agrees on, from one of them; NULL: nobody is live. */
 const Tandem__V1__Identity *td_fleet_facts(const struct td_fleet *f);
 /* Context of the live worker that takes least, and of the one that takes most; 0: nobody is live. */

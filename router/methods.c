@@ -197,12 +197,15 @@ static void on_join_update(struct td_rpc_call *c, const ProtobufCMessage *msg)
     if (j->is_over) return;
     if (m->update_case == TANDEM__V1__JOIN_UPDATE__UPDATE_IDENTITY)
         on_identity(j, m->identity);
-    else if (m->update_case != TANDEM__V1__JOIN_UPDATE__UPDATE_LOAD)
+    else if (m->update_case != TANDEM__V1__JOIN_UPDATE__UPDATE_LOAD &&
+             m->update_case != TANDEM__V1__JOIN_UPDATE__UPDATE_PREFIXES)
         ; /* a newer worker may know more than we */
     else if (j->worker == NULL)
         end_join(j, TD_E_INVALID, "load: identity must come first");
-    else
+    else if (m->update_case == TANDEM__V1__JOIN_UPDATE__UPDATE_LOAD)
         td_fleet_report(&j->router->fleet, j->worker, m->load);
+    else
+        td_fleet_prefixes(&j->router->fleet, j->worker, m->prefixes);
 }
 
 static void leave(struct join *j)

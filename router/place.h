@@ -16,8 +16,10 @@ enum td_prefill_on { TD_PREFILL_ON_AUTO, TD_PREFILL_ON_PREFILL, TD_PREFILL_ON_DE
 enum td_blame { TD_BLAME_NONE, TD_BLAME_DECODE, TD_BLAME_PREFILL };
 
 struct td_place_query {
-    uint32_t n_tokens; /* whose KV is to be made */
-    bool is_back;      /* gave its pages up before: comes back only where it has room to grow */
+    uint32_t n_tokens;     /* whose KV is to be made */
+    const uint64_t *names; /* of their blocks */
+    uint32_t n_names;
+    bool is_back; /* gave its pages up before: comes back only where it has room to grow */
     /* A retry names the pair that failed; 0: first try. */
     uint64_t failed_decode, failed_prefill;
     enum td_blame blame;
@@ -28,6 +30,7 @@ struct td_place_query {
 };
 struct td_place {
     struct td_worker *decode, *prefill; /* prefill NULL: decode computes the prompt */
+    uint32_t n_compute;                 /* tokens that are not in the cache of who computes it, as far as is known */
 };
 
 /* "auto", "prefill", "decode"; false: something else. */

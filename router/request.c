@@ -333,6 +333,7 @@ void td_request_deinit(struct td_request *r)
     if (r->ports == NULL) return;
     TD_CHECK(r->state == RQ_NEW || td_request_is_done(r));
     td_request_free_held(r);
+    td_block_names_deinit(&r->names);
     free(r->tokens);
     free(r->stop_ids);
     if (r->sampling != NULL) tandem__v1__sampling__free_unpacked(r->sampling, NULL);

@@ -76,6 +76,7 @@ struct td_request {
     uint8_t state; /* enum td_request_state in request.c */
     struct td_timer deadline, timeout;
     struct td_worker *decode, *prefill; /* claimed, until release; no prefill: decode computes the prompt */
+    struct td_block_names names;        /* of its tokens, for prefix caches; admit.c */
     uint32_t n_charged;                 /* tokens that who computes the prompt was charged with; admit.c */
     uint64_t stream_id;                 /* ours at decode: decode_start's */
     void *run;                          /* run_start's */

@@ -6,16 +6,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include <xxhash.h>
-
 #include "common/base/check.h"
 #include "common/base/list.h"
 #include "common/base/mem.h"
+#include "common/base/token_chain.h"
 #include "common/engine/batch.h"
 #include "common/metrics/metrics.h"
 
 #define NONE             UINT32_MAX
-#define MAX_COPY_CHOICES 16u /* children that a boundary block is compared with */
+#define N_CHANGES        4096u /* kept for a router that hears of them every heartbeat */
+#define MAX_COPY_CHOICES 16u   /* children that a boundary block is compared with */
 
 struct node {
     uint64_t hash[2];
@@ -39,6 +39,7 @@ struct td_kv_prefix {
     uint32_t *node_of[TD_KV_N_GROUPS]; /* by page */
     struct td_list idle[TD_KV_N_GROUPS];
     uint64_t n_evicted[TD_KV_N_GROUPS];
+    uint64_t n_changes, changes[N_CHANGES];
 };
 
 /* --- nodes ------------------------------------------------------------------------------------------------- */
@@ -47,11 +48,13 @@ static uint32_t *tokens_of(const struct td_kv_prefix *p, uint32_t n) { return p-
 
 static void chain_hash(const struct td_kv_prefix *p, const uint64_t before[2], const uint32_t *tokens, uint64_t out[2])
 {
-    XXH128_hash_t h = XXH3_128bits_withSeed(tokens, p->page_tokens * sizeof *tokens,
-                                            before[0] ^ (before[1] << 32 | before[1] >> 32) ^ 0x9e3779b97f4a7c15ull);
-    /* The seed alone carries 64 bits of what came before; the rest goes in here. */
-    out[0] = h.low64 ^ before[1];
-    out[1] = h.high64 + before[0];
+    td_token_chain(before, tokens, p->page_tokens, out);
+}
+
+/* For td_kv_prefix_tell: the newest changes; the lowest bit says that the block went. */
+static void note_change(struct td_kv_prefix *p, const uint64_t hash[2], bool went)
+{
+    p->changes[p->n_changes++ % N_CHANGES] = td_token_chain_short(hash) | went;
 }
 
 static uint32_t *bucket_of(const struct td_kv_prefix *p, const uint64_t hash[2])
@@ -117,6 +120,7 @@ static uint32_t add(struct td_kv_prefix *p, const uint64_t hash[2], uint32_t par
     *siblings = *bucket = n;
     memcpy(tokens_of(p, n), tokens, p->page_tokens * sizeof *tokens);
     attach(p, n, TD_KV_FULL, full_page);
+    note_change(p, hash, false);
     p->n_used++;
     return n;
 }
@@ -124,6 +128,7 @@ static uint32_t add(struct td_kv_prefix *p, const uint64_t hash[2], uint32_t par
 static void remove_leaf(struct td_kv_prefix *p, uint32_t n)
 {
     struct node *nd = &p->nodes[n];
+    note_change(p, nd->hash, true);
     for (int g = 0; g < TD_KV_N_GROUPS; g++) detach(p, n, (enum td_kv_group)g);
     if (nd->next_sibling != NONE) p->nodes[nd->next_sibling].prev_sibling = nd->prev_sibling;
     *(nd->prev_sibling != NONE ? &p->nodes[nd->prev_sibling].next_sibling : children_of(p, nd->parent)) =
@@ -208,7 +213,10 @@ enum td_status td_kv_prefix_create(const struct td_kv_group_layout layout[TD_KV_
         return TD_E_NO_MEMORY;
     }
     for (uint32_t i = 0; i < p->n_buckets; i++) p->buckets[i] = NONE;
-    for (uint32_t i = 0; i < p->n_nodes; i++) p->nodes[i].next_in_bucket = i + 1 < p->n_nodes ? i + 1 : NONE;
+    for (uint32_t i = 0; i < p->n_nodes; i++) {
+        p->nodes[i].next_in_bucket = i + 1 < p->n_nodes ? i + 1 : NONE;
+        p->nodes[i].page[TD_KV_FULL] = TD_NO_PAGE; /* not used */
+    }
     p->first_free = p->n_nodes > 0 ? 0 : NONE;
     p->first_root = NONE;
     p->kv = kv;
@@ -431,6 +439,25 @@ void td_kv_prefix_enter(struct td_kv_prefix *p, struct td_kv_chain *c, const uin
             keep_window(p, n, b, true, pages[TD_KV_SLIDING]);
         if (b + 1 > c->prompt_blocks) roll(p, n);
     }
+}
+
+/* --- for routers ------------------------------------------------------------------------------------------- */
+
+uint32_t td_kv_prefix_tell(const struct td_kv_prefix *p, struct td_kv_teller *t, uint64_t *out, uint32_t max,
+                           bool *is_all_out)
+{
+    uint32_t n = 0;
+    *is_all_out = false;
+    if (!t->has_begun || p->n_changes - t->n_told > N_CHANGES) {
+        *t = (struct td_kv_teller){.has_begun = true, .n_told = p->n_changes};
+        *is_all_out = true;
+    }
+    /* What changes meanwhile is told again afterwards, in order. */
+    for (; t->node < p->n_nodes && n < max; t->node++)
+        if (p->nodes[t->node].page[TD_KV_FULL] != TD_NO_PAGE) out[n++] = td_token_chain_short(p->nodes[t->node].hash);
+    for (; t->node == p->n_nodes && t->n_told < p->n_changes && n < max; t->n_told++)
+        out[n++] = p->changes[t->n_told % N_CHANGES];
+    return n;
 }
 
 /* --- for people -------------------------------------------------------------------------------------------- */

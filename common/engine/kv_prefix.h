@@ -74,6 +74,18 @@ void td_kv_prefix_count(const struct td_kv_hit *hit);
 void td_kv_prefix_enter(struct td_kv_prefix *p, struct td_kv_chain *c, const uint32_t *tokens, uint32_t n_tokens,
                         const uint32_t *const pages[TD_KV_N_GROUPS]);
 
+/* How far a router has been told what is in here. All zero: nothing yet. */
+struct td_kv_teller {
+    bool has_begun;
+    uint32_t node;   /* the next to be told of all that were there at first */
+    uint64_t n_told; /* changes */
+};
+/* The next changes to tell, in order, at most max: short names (common/base/token_chain.h) of blocks that came; of
+ * those that went, with the lowest bit set. is_all: what was told before is void, since it is the first time or too
+ * much was missed. 0 and not is_all: the router knows everything. */
+uint32_t td_kv_prefix_tell(const struct td_kv_prefix *p, struct td_kv_teller *t, uint64_t *out, uint32_t max,
+                           bool *is_all_out);
+
 uint32_t td_kv_prefix_n_blocks(const struct td_kv_prefix *p);
 void td_kv_prefix_describe(const struct td_kv_prefix *p, struct td_buf *json_out);
 

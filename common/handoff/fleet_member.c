@@ -38,6 +38,8 @@ struct td_fleet_member {
     bool is_joined, has_left;
     bool has_warned; /* of this absence of the router */
     uint64_t router, n_joins;
+    bool has_told; /* this router, of the prefix cache */
+    uint64_t changes[TD_FLEET_MAX_CHANGES];
     char *address;
 };
 
@@ -89,6 +91,25 @@ static void send_load(struct td_fleet_member *m)
     if (st != TD_OK) TD_DEBUG("heartbeat_left_out", "router=%s status=%s", m->address, td_status_name(st));
 }
 
+/* Whatever finds no room is told anew, from the start, another time. */
+static void send_prefixes(struct td_fleet_member *m)
+{
+    if (m->h.prefixes == NULL) return;
+    for (;;) {
+        Tandem__V1__PrefixNews news = TANDEM__V1__PREFIX_NEWS__INIT;
+        bool is_all = false;
+        news.n_changes = m->h.prefixes(m->user, !m->has_told, m->changes, &is_all);
+        if (news.n_changes == 0 && !is_all) return;
+        news.changes = m->changes;
+        news.is_all = is_all;
+        Tandem__V1__JoinUpdate up = TANDEM__V1__JOIN_UPDATE__INIT;
+        up.update_case = TANDEM__V1__JOIN_UPDATE__UPDATE_PREFIXES;
+        up.prefixes = &news;
+        m->has_told = td_rpc_send(m->call, &up.base) == TD_OK;
+        if (!m->has_told) return;
+    }
+}
+
 /* ---- the stream ----------------------------------------------------------------------------------------------------
  */
 
@@ -117,8 +138,10 @@ static void on_reply(struct td_rpc_call *c, const ProtobufCMessage *msg)
     m->router = reply->router;
     m->backoff_ms = FIRST_BACKOFF_MS;
     m->n_joins++;
+    m->has_told = false;
     TD_INFO("fleet_joined", "router=%s incarnation=%016" PRIx64 " heartbeat_ms=%u", m->address, m->router, ms);
     send_load(m);
+    send_prefixes(m);
     if (m->h.on_joined != NULL) m->h.on_joined(m->user, true, m->router);
 }
 
@@ -169,6 +192,7 @@ static void on_timer(struct td_timer *t)
         ask(m);
     } else if (m->is_joined) {
         send_load(m);
+        send_prefixes(m);
         start_timer(m, m->heartbeat_ms);
     } else {
         td_rpc_cancel(m->call); /* on_closed goes on */

@@ -13,6 +13,8 @@
 
 struct td_fleet_member;
 
+#define TD_FLEET_MAX_CHANGES 4096u /* in a message */
+
 struct td_fleet_identity { /* strings and arrays are borrowed for the member's life */
     Tandem__V1__Role role;
     const char *name, *rpc_address, *http_address, *model, *version;
@@ -26,6 +28,9 @@ struct td_fleet_handlers {
     void (*load)(void *user, Tandem__V1__Load *out);
     /* The router answered (true, with its incarnation) or the stream broke (false). May be NULL. */
     void (*on_joined)(void *user, bool is_joined, uint64_t router);
+    /* What a router should hear of the prefix cache: up to TD_FLEET_MAX_CHANGES of td_kv_prefix_tell. from_start: this
+     * one knows nothing yet. Called after each load until it says 0 and not is_all. NULL: no cache. */
+    uint32_t (*prefixes)(void *user, bool from_start, uint64_t *out, bool *is_all_out);
 };
 
 /* router: "host:port". Starts to join at once. rpc and env outlive the member. */

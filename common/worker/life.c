@@ -225,3 +225,13 @@ void td_worker_load(void *user, Tandem__V1__Load *out)
     out->last_step_age_us = td_engine_step_age_ns(w->engine) / 1000;
     out->is_draining = w->phase >= TD_WORKER_DRAINING;
 }
+
+uint32_t td_worker_prefixes(void *user, bool from_start, uint64_t *out, bool *is_all_out)
+{
+    struct td_worker *w = user;
+    const struct td_kv_prefix *p = w->role->prefix != NULL ? w->role->prefix(w->self) : NULL;
+    *is_all_out = false;
+    if (p == NULL) return 0;
+    if (from_start) w->teller = (struct td_kv_teller){0};
+    return td_kv_prefix_tell(p, &w->teller, out, TD_FLEET_MAX_CHANGES, is_all_out);
+}

@@ -259,7 +259,7 @@ enum td_status td_worker_join(struct td_worker *w, struct td_err *err)
         .n_eos = c->n_eos,
         .descriptor = &w->descriptor,
     };
-    struct td_fleet_handlers h = {.load = td_worker_load};
+    struct td_fleet_handlers h = {.load = td_worker_load, .prefixes = td_worker_prefixes};
     enum td_status st = td_fleet_member_create(w->rpc, td_loop_env(w->loop), w->cfg.router, &id, &h, w, &w->member);
     return st == TD_OK ? TD_OK : td_err_set(err, st, "--router: %s: %s", w->cfg.router, td_status_text(st));
 }

@@ -12,6 +12,7 @@
 #include "common/config/config.h"
 #include "common/engine/engine.h"
 #include "common/engine/kv_pages.h"
+#include "common/engine/kv_prefix.h"
 #include "common/handoff/descriptor.h"
 #include "common/handoff/fleet_member.h"
 #include "common/http/admin.h"
@@ -32,6 +33,7 @@ struct td_worker_role {
     void (*end_all)(void *self, enum td_status st, const char *text); /* answer all that run now */
     void (*close_streams)(void *self);                                /* before gRPC shuts down; may be NULL */
     void (*load)(void *self, Tandem__V1__Load *out);
+    const struct td_kv_prefix *(*prefix)(void *self);      /* its prefix cache; NULL or a NULL result: none */
     void (*describe)(void *self, struct td_buf *json_out); /* members of the state object, each after a comma */
     void (*refresh_metrics)(void *self);                   /* before a scrape; may be NULL */
 };
@@ -57,6 +59,7 @@ struct td_worker {
     struct td_admin admin;
     char rpc_address[300], http_address[300]; /* under which others reach us */
     struct td_fleet_member *member;           /* NULL without --router */
+    struct td_kv_teller teller;               /* what the router has heard of the prefix cache */
 
     enum td_worker_phase phase;
     int exit_status;
@@ -109,6 +112,7 @@ bool td_worker_is_ready(void *user);
 void td_worker_describe(void *user, struct td_buf *json_out);
 void td_worker_refresh_metrics(void *user);
 void td_worker_load(void *user, Tandem__V1__Load *out);
+uint32_t td_worker_prefixes(void *user, bool from_start, uint64_t *out, bool *is_all_out);
 
 /* Worker.Drain and Worker.Status (methods.c). */
 extern const struct td_rpc_method td_worker_drain_method, td_worker_status_method;

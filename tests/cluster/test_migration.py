@@ -359,6 +359,24 @@ def test_prompts_are_computed_where_it_costs_less(new_fleet, slow):
     client.close()
 
 
+def test_a_prompt_goes_where_its_beginning_is_known(new_fleet):
+    """Turns of a chat come back to the workers that have the earlier ones, also when others would be next in turn."""
+    fleet = new_fleet(n_prefill=2, n_decode=2, router_flags=("--heartbeat", "50"))
+    client = fleet.client()
+    prompt, places, cached = list(golden("text of 1900 tokens")["ids"][:700]), [], []
+    for turn in range(5):
+        out = client.generate(tokens=prompt, max_tokens=8, ignore_eos=True)
+        places.append((out.timing.prefill_worker, out.timing.decode_worker))
+        cached.append(out.usage.cached_tokens)
+        prompt += out.ids + TEXT["ids"][turn * 10: turn * 10 + 60]
+        blocks = len(prompt) // 64 - 2
+        wait_until("the router hears of it", lambda: sum(
+            w["known_blocks"] >= blocks for w in fleet.router.statez()["state"]["workers"]) == 2, 10)
+    assert len(set(places)) == 1, places
+    assert cached[0] == 0 and all(c >= 640 for c in cached[1:]), cached
+    client.close()
+
+
 def test_a_client_that_does_not_read_holds_nobody_up(new_fleet):
     """The batch goes on; the router keeps what is unread up to a bound, then ends that request alone."""
     fleet = new_fleet(router_flags=("--max-client-backlog", "8192"))

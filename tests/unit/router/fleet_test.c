@@ -326,6 +326,25 @@ static void what_a_worker_holds_is_counted(void **state)
     td_fleet_release(&t->fleet, p, true);
 }
 
+static void what_a_worker_says_of_its_cache_is_kept_with_it(void **state)
+{
+    struct world *t = *state;
+    struct td_worker *w = add(t, DECODE, 1);
+    assert_int_equal(td_fleet_page_tokens(&t->fleet), 64);
+    Tandem__V1__PrefixNews news = TANDEM__V1__PREFIX_NEWS__INIT;
+    uint64_t changes[] = {10, 20, 10 | 1};
+    news.is_all = true;
+    news.changes = changes;
+    news.n_changes = 3;
+    td_fleet_prefixes(&t->fleet, w, &news);
+    assert_true(td_prefixes_has(&w->prefixes, 20));
+    assert_false(td_prefixes_has(&w->prefixes, 10));
+    td_fleet_leave(&t->fleet, w);
+    virtual_pass_ms(&t->v, 0); /* it goes with the worker: nothing leaks */
+    assert_null(td_fleet_find(&t->fleet, 1));
+    assert_int_equal(td_fleet_page_tokens(&t->fleet), 0);
+}
+
 static void a_failed_allocation_refuses_the_worker_and_leaves_no_trace(void **state)
 {
     struct world *t = *state;
@@ -372,6 +391,7 @@ int main(void)
         T(a_worker_that_contradicts_the_fleet_is_refused_by_field),
         T(an_incarnation_cannot_be_borrowed),
         T(what_a_worker_holds_is_counted),
+        T(what_a_worker_says_of_its_cache_is_kept_with_it),
         T(a_failed_allocation_refuses_the_worker_and_leaves_no_trace),
         T(the_description_is_json_with_ages),
     };

@@ -280,6 +280,95 @@ static void a_failed_decode_worker_is_avoided(void **state)
     b->n_requests = 0;
 }
 
+/* --- prefix caches --------------------------------------------------------------------------------------- */
+
+static const uint64_t names[] = {10, 20, 30, 40};
+static const struct td_place_query long_prompt = {.n_tokens = 260, .names = names, .n_names = 4};
+static void knows(struct td_worker *w, uint32_t n) { td_prefixes_apply(&w->prefixes, true, names, n); }
+
+static void the_prefill_worker_that_would_be_done_first_is_taken(void **state)
+{
+    struct world *t = *state;
+    add(t, DECODE, 1);
+    struct td_worker *a = add(t, PREFILL, 2), *b = add(t, PREFILL, 3);
+    struct td_place p;
+    knows(b, 3);
+    assert_int_equal(choose(t, &long_prompt, &p), TD_OK);
+    assert_ptr_equal(p.prefill, b);
+    assert_int_equal(p.n_compute, 260 - 3 * 64);
+    b->n_prefilling = 1;
+    b->prefill_tokens = 150; /* 150 + 68 are still less than 260 */
+    assert_int_equal(choose(t, &long_prompt, &p), TD_OK);
+    assert_ptr_equal(p.prefill, b);
+    b->prefill_tokens = 250;
+    assert_int_equal(choose(t, &long_prompt, &p), TD_OK);
+    assert_ptr_equal(p.prefill, a);
+    assert_int_equal(p.n_compute, 260);
+    a->load.prefill_tokens_per_s = 100;
+    b->load.prefill_tokens_per_s = 200;
+    struct td_place_query q = long_prompt;
+    q.on = TD_PREFILL_ON_PREFILL;
+    assert_int_equal(choose(t, &q, &p), TD_OK);
+    assert_ptr_equal(p.prefill, b);
+    b->n_prefilling = TD_PLACE_PREFILL_DEPTH; /* a queue is not worth any cache */
+    assert_int_equal(choose(t, &q, &p), TD_OK);
+    assert_ptr_equal(p.prefill, a);
+    b->n_prefilling = 0;
+    b->prefill_tokens = 0;
+}
+
+static void a_decode_worker_that_knows_the_prompt_may_have_a_few_sequences_more(void **state)
+{
+    struct world *t = *state;
+    struct td_worker *a = add(t, DECODE, 1), *b = add(t, DECODE, 2), *c = add(t, DECODE, 3);
+    add(t, PREFILL, 4);
+    struct td_place p;
+    knows(b, 1);
+    knows(c, 4);
+    a->load.n_running = 8;
+    b->load.n_running = 10;
+    c->load.n_running = 11;
+    assert_int_equal(choose(t, &long_prompt, &p), TD_OK);
+    assert_ptr_equal(p.decode, b);
+    c->load.n_running = 10;
+    assert_int_equal(choose(t, &long_prompt, &p), TD_OK);
+    assert_ptr_equal(p.decode, c);
+    b->load.n_running = 5; /* now that one is the least busy, and two more are too many */
+    assert_int_equal(choose(t, &long_prompt, &p), TD_OK);
+    assert_ptr_equal(p.decode, b);
+}
+
+static void a_prompt_that_the_decode_worker_knows_is_computed_there(void **state)
+{
+    struct world *t = *state;
+    struct td_worker *d = add(t, DECODE, 1), *f = add(t, PREFILL, 2);
+    struct td_place p;
+    d->load.prefill_tokens_per_s = f->load.prefill_tokens_per_s = 10000;
+    t->fleet.handoff_us = 1000;
+    d->load.n_running = 1;
+    assert_int_equal(choose(t, &long_prompt, &p), TD_OK);
+    assert_ptr_equal(p.prefill, f);
+    knows(d, 4);
+    assert_int_equal(choose(t, &long_prompt, &p), TD_OK);
+    assert_null(p.prefill);
+    assert_int_equal(p.n_compute, 4);
+    knows(f, 4); /* a hand-off costs more than to compute 4 tokens beside one stream */
+    assert_int_equal(choose(t, &long_prompt, &p), TD_OK);
+    assert_null(p.prefill);
+}
+
+static void without_names_caches_do_not_matter(void **state)
+{
+    struct world *t = *state;
+    struct td_worker *a = add(t, DECODE, 1), *b = add(t, DECODE, 2);
+    add(t, PREFILL, 3);
+    knows(b, 4);
+    b->load.n_running = 1;
+    struct td_place p;
+    assert_int_equal(choose(t, NULL, &p), TD_OK);
+    assert_ptr_equal(p.decode, a);
+}
+
 int main(void)
 {
 #define T(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
@@ -298,6 +387,10 @@ int main(void)
         T(a_lone_decode_worker_that_failed_is_tried_again_only_if_waiting_helps),
         T(who_gave_its_pages_up_comes_back_only_where_there_is_room_to_grow),
         T(a_failed_decode_worker_is_avoided),
+        T(the_prefill_worker_that_would_be_done_first_is_taken),
+        T(a_decode_worker_that_knows_the_prompt_may_have_a_few_sequences_more),
+        T(a_prompt_that_the_decode_worker_knows_is_computed_there),
+        T(without_names_caches_do_not_matter),
     };
     td_log_open("test", TD_LOG_OFF);
     return cmocka_run_group_tests(tests, NULL, NULL);

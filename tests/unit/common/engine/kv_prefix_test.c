@@ -15,6 +15,7 @@
 #include "common/base/rng.h"
 #include "common/engine/batch.h"
 #include "common/metrics/metrics.h"
+#include "router/prefixes.h"
 
 enum { P = 4, WINDOW = 8, MAX_PAGES = 256, MAX_TOKENS = 200, MAX_BLOCKS = MAX_TOKENS / P + 1 };
 #define S TD_KV_SLIDING
@@ -322,6 +323,61 @@ static void whatever_happens_contents_are_right_and_no_page_leaks(void **state)
     free(q);
 }
 
+/* A router that applies what it is told, a few changes at a time, ends up with what is there. */
+static void a_router_that_is_told_knows_what_is_there(void **state)
+{
+    (void)state;
+    for (uint64_t seed = 0; seed < 4; seed++) {
+        struct cache c = make(40, 60);
+        struct td_prefixes known = {0};
+        struct td_kv_teller teller = {0};
+        struct dice d = {.seed = seed};
+        uint64_t changes[16];
+        for (int round = 0; round < 300; round++) {
+            uint32_t tokens[MAX_TOKENS], n = 1 + below(&d, 60);
+            for (uint32_t i = 0; i < n; i++) tokens[i] = i < 20 ? below(&d, 2) * (i % 4 == 0) : below(&d, 3);
+            seq_run(&c, tokens, n, 16);
+            if (below(&d, 3) == 0) continue; /* a heartbeat is left out */
+            bool is_all = true;
+            for (uint32_t k = 1; k > 0 || is_all;) {
+                k = td_kv_prefix_tell(c.p, &teller, changes, seed == 3 ? 3 : 16, &is_all);
+                td_prefixes_apply(&known, is_all, changes, k);
+            }
+            assert_int_equal(known.n, td_kv_prefix_n_blocks(c.p));
+            struct td_block_names names = {0};
+            td_block_names_extend(&names, tokens, n, P);
+            for (uint32_t b = 0; b < names.n; b++) assert_true(td_prefixes_has(&known, names.names[b]));
+            td_block_names_deinit(&names);
+        }
+        td_prefixes_deinit(&known);
+        unmake(&c);
+    }
+}
+
+/* More changes than are kept: all of it is told anew. */
+static void who_missed_too_much_is_told_everything(void **state)
+{
+    (void)state;
+    struct cache c = make(40, 60);
+    struct td_prefixes known = {0};
+    struct td_kv_teller teller = {0};
+    uint64_t changes[64];
+    bool is_all;
+    uint32_t n = td_kv_prefix_tell(c.p, &teller, changes, 64, &is_all);
+    assert_true(is_all && n == 0);
+    for (uint32_t round = 0; round < 2000; round++) {
+        uint32_t tokens[16];
+        for (uint32_t i = 0; i < 16; i++) tokens[i] = round;
+        seq_run(&c, tokens, 16, 16);
+    }
+    n = td_kv_prefix_tell(c.p, &teller, changes, 64, &is_all);
+    assert_true(is_all);
+    td_prefixes_apply(&known, is_all, changes, n);
+    assert_int_equal(known.n, td_kv_prefix_n_blocks(c.p));
+    td_prefixes_deinit(&known);
+    unmake(&c);
+}
+
 static void create_survives_any_failed_allocation(void **state)
 {
     (void)state;
@@ -349,6 +405,8 @@ int main(void)
         cmocka_unit_test(pages_in_use_stay_and_idle_ones_give_way_oldest_and_deepest_first),
         cmocka_unit_test(a_block_computed_twice_is_entered_once),
         cmocka_unit_test(whatever_happens_contents_are_right_and_no_page_leaks),
+        cmocka_unit_test(a_router_that_is_told_knows_what_is_there),
+        cmocka_unit_test(who_missed_too_much_is_told_everything),
         cmocka_unit_test(create_survives_any_failed_allocation),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

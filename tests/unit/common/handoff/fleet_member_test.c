@@ -29,6 +29,9 @@ struct fleet { /* the router's side, and what the member was told */
     struct td_descriptor d;
     struct td_fleet_identity id;
     uint32_t n_running;
+    unsigned n_asked_from_start, n_news, n_all; /* of the prefix cache; n_pieces are left to tell */
+    uint32_t n_pieces;
+    uint64_t last_change;
 };
 
 static void on_update(struct td_rpc_call *c, const ProtobufCMessage *msg)
@@ -38,6 +41,14 @@ static void on_update(struct td_rpc_call *c, const ProtobufCMessage *msg)
     if (u->update_case == TANDEM__V1__JOIN_UPDATE__UPDATE_LOAD) {
         f->n_loads++;
         f->last_running = u->load->n_running;
+        return;
+    }
+    if (u->update_case == TANDEM__V1__JOIN_UPDATE__UPDATE_PREFIXES) {
+        assert_int_equal(f->n_loads > 0, true);
+        f->n_news++;
+        f->n_all += u->prefixes->is_all;
+        assert_int_equal(u->prefixes->n_changes, 2);
+        f->last_change = u->prefixes->changes[1];
         return;
     }
     assert_int_equal(u->update_case, TANDEM__V1__JOIN_UPDATE__UPDATE_IDENTITY);
@@ -91,6 +102,19 @@ static void stop_serving(struct fleet *f)
 }
 
 static void load(void *user, Tandem__V1__Load *out) { out->n_running = ((struct fleet *)user)->n_running; }
+static uint32_t prefixes(void *user, bool from_start, uint64_t *out, bool *is_all_out)
+{
+    struct fleet *f = user;
+    f->n_asked_from_start += from_start;
+    *is_all_out = from_start;
+    if (f->n_pieces == 0) {
+        *is_all_out = false;
+        return 0;
+    }
+    out[0] = 0xabcdef0123456788;
+    out[1] = f->n_pieces--;
+    return 2;
+}
 static void on_joined(void *user, bool is_joined, uint64_t router)
 {
     struct fleet *f = user;
@@ -103,7 +127,7 @@ static void on_joined(void *user, bool is_joined, uint64_t router)
 }
 static void join(struct fleet *f)
 {
-    static const struct td_fleet_handlers h = {load, on_joined};
+    static const struct td_fleet_handlers h = {.load = load, .on_joined = on_joined, .prefixes = prefixes};
     assert_int_equal(td_fleet_member_create(f->client, td_loop_env(f->loop), f->address, &f->id, &h, f, &f->m), TD_OK);
 }
 
@@ -192,6 +216,26 @@ static void a_report_does_not_wait_for_the_heartbeat(void **state)
     assert_int_equal(f->last_running, 9);
 }
 
+static void a_router_hears_of_the_prefix_cache_from_the_start_then_what_changes(void **state)
+{
+    struct fleet *f = *state;
+    f->n_pieces = 3;
+    serve(f);
+    join(f);
+    UNTIL(f, f->n_news == 3); /* all of it with the first load, in pieces */
+    assert_int_equal(f->n_all, 1);
+    assert_int_equal(f->last_change, 1);
+    f->n_pieces = 2;
+    UNTIL(f, f->n_news == 5);
+    assert_int_equal(f->n_all, 1);
+    stop_serving(f);
+    UNTIL(f, f->n_left == 1);
+    f->n_pieces = 1;
+    serve(f); /* another router */
+    UNTIL(f, f->n_news == 6);
+    assert_int_equal(f->n_all, 2);
+}
+
 static void a_router_that_comes_later_or_again_is_joined(void **state)
 {
     struct fleet *f = *state;
@@ -251,9 +295,14 @@ int main(void)
     td_log_open("fleet_member_test", TD_LOG_OFF); /* routers come and go on purpose */
 #define T(name) cmocka_unit_test_setup_teardown(name, make, unmake)
     const struct CMUnitTest tests[] = {
-        T(identity_comes_first_then_heartbeats_with_load), T(a_report_does_not_wait_for_the_heartbeat),
-        T(a_router_that_comes_later_or_again_is_joined),   T(a_stream_that_the_router_ends_is_opened_again),
-        T(a_router_that_never_replies_is_asked_again),     T(leaving_ends_the_stream_and_says_nothing_more),
+        T(identity_comes_first_then_heartbeats_with_load),
+        T(a_report_does_not_wait_for_the_heartbeat),
+
+        T(a_router_hears_of_the_prefix_cache_from_the_start_then_what_changes),
+        T(a_router_that_comes_later_or_again_is_joined),
+        T(a_stream_that_the_router_ends_is_opened_again),
+        T(a_router_that_never_replies_is_asked_again),
+        T(leaving_ends_the_stream_and_says_nothing_more),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
