@@ -1,6 +1,7 @@
 #include "common/text/chat_json.h"
 
 #define MAX_MESSAGES 100000u
+#define MAX_CALLS    4096u /* of all messages: each result looks for its own among them */
 
 /* --- effort, content, format
  * ---------------------------------------------------------------------------------------------- */
@@ -207,10 +208,13 @@ void td_chat_json_messages(struct td_fields *f, struct td_arena *a, struct td_ch
     size_t n = json_array_size(list);
     if (n == 0) td_fields_fail(f, TD_E_INVALID, "messages", "must not be empty");
     if (n > MAX_MESSAGES) td_fields_fail(f, TD_E_INVALID, "messages", "%zu are more than %u", n, MAX_MESSAGES);
+    size_t n_calls = count_calls(list);
+    if (n_calls > MAX_CALLS)
+        td_fields_fail(f, TD_E_INVALID, "messages", "%zu tool calls are more than %u", n_calls, MAX_CALLS);
     if (f->st != TD_OK) return;
     struct reader rd = {.arena = a};
     rd.messages = td_arena_alloc(a, n, sizeof *rd.messages);
-    rd.calls = td_arena_alloc(a, count_calls(list) + 1, sizeof *rd.calls);
+    rd.calls = td_arena_alloc(a, n_calls + 1, sizeof *rd.calls);
     if (rd.messages == NULL || rd.calls == NULL) {
         td_fields_no_memory(f);
         return;

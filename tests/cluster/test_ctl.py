@@ -5,6 +5,7 @@ import os
 import pathlib
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import time
@@ -230,6 +231,18 @@ def test_dead_daemons_are_started_again_and_the_router_keeps_its_addresses(new_u
     assert ctl("chat", "--run-dir", up.run_dir, "--temperature", 0, "What is 47 + 38?").stdout.rstrip().endswith("85.")
     code, _, err = up.stop()
     assert code == 0 and "decode-0 ended (killed by SIGKILL)" in err and "router ended" in err
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
+def test_the_curl_command_that_it_prints_can_be_pasted(new_up):
+    up = new_up().wait_ready()
+    lines = []
+    while not any(line.startswith("Ctrl-C") for line in lines):
+        lines.append(up.process.stdout.readline())
+    text = "".join(lines)
+    command = text[text.index("curl "):text.index("OpenAI's API")]
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant", (text, done)
 
 
 def test_sigint_ends_all_well_and_leaves_no_process(new_up):

@@ -1,6 +1,8 @@
 """Chat Completions through the real openai package: answers, streams, options, tools and the whole loop of a tool call."""
 import asyncio
 import json
+import shutil
+import subprocess
 
 import openai
 import pytest
@@ -314,6 +316,41 @@ def test_one_call_at_most_without_parallel_calls(api):
     r = ask(api, [{"role": "user", "content": "What is the weather in Hanoi and Milan?"}], tools=[WEATHER],
             parallel_tool_calls=False).choices[0]
     assert len(r.message.tool_calls) == 1 and r.finish_reason == "tool_calls"
+
+
+def test_arguments_that_are_not_json_go_out_as_they_are_and_are_counted(fleet, api):
+    def counts():
+        m = fleet.router.metrics()
+        return m["tandem_tool_calls_total"], m["tandem_tool_calls_not_json_total"]
+
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    messages = [{"role": "user", "content": "What is the weather in Milan?"}]
+    before = counts()
+    cut = ask(api, messages, tools=[WEATHER], tool_choice=choice, max_tokens=3).choices[0]
+    assert cut.finish_reason == "length" and '{"location":"Milan"}'.startswith(cut.message.tool_calls[0].function.arguments)
+    assert counts() == (before[0] + 1, before[1] + 1)
+    ask(api, messages, tools=[WEATHER], tool_choice=choice)
+    assert counts() == (before[0] + 2, before[1] + 1)
+
+
+def test_what_was_cached_of_a_prompt_is_counted(api):
+    messages = [{"role": "user", "content": "Remember this. " * 40}]
+    ask(api, messages, max_tokens=2)
+    usage = ask(api, messages, max_tokens=2).usage
+    assert 0 < usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
+@pytest.mark.parametrize("stream", [False, True])
+def test_curl_gets_an_answer(fleet, stream):
+    body = json.dumps({"messages": SUM, "temperature": 0, "stream": stream})
+    done = subprocess.run(["curl", "-sSN", "--fail", f"http://{fleet.router.http}/v1/chat/completions", "-H",
+                           "Content-Type: application/json", "-d", body], capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+    if stream:
+        assert done.stdout.startswith("data: {") and done.stdout.endswith("data: [DONE]\n\n")
+    else:
+        assert json.loads(done.stdout)["choices"][0]["message"]["content"] == "47 + 38 = 85."
 
 
 def test_the_async_client_streams_too(fleet):
