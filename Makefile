@@ -302,9 +302,11 @@ e2e: venv $(SUPPORT_PROGS) all ## end-to-end tests (pytest; ARGS='-k name')
 	BUILD=$(BUILD) $(PYTEST) -q tests/cluster tests/kernels $(ARGS)
 
 STREAMS    ?= 1000000
-soak: venv $(SUPPORT_PROGS) all $(BUILD)/unit/common/text/harmony_streams_test ## a million odd model outputs; random load while workers die: 200 kills, an hour (ARGS='--kills 20 --minutes 5 --seed 7')
+SOAK_FUZZ_SECONDS ?= 600
+soak: venv $(SUPPORT_PROGS) all $(BUILD)/unit/common/text/harmony_streams_test ## a million odd model outputs; random load while workers die: 200 kills, an hour (ARGS='--kills 20 --minutes 5 --seed 7'); then fuzz, SOAK_FUZZ_SECONDS (600) a target
 	TANDEM_STREAMS=$(STREAMS) $(BUILD)/unit/common/text/harmony_streams_test
 	BUILD=$(BUILD) $(VENV)/bin/python tests/cluster/soak.py $(ARGS)
+	@$(if $(filter 0,$(SOAK_FUZZ_SECONDS)),,$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=$(SOAK_FUZZ_SECONDS))
 
 ASAN_ENV   := ASAN_OPTIONS=detect_leaks=1:abort_on_error=0:strict_string_checks=1 LSAN_OPTIONS=suppressions=$(CURDIR)/tests/support/lsan.supp:print_suppressions=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 asan: packages-dev ## unit tests under AddressSanitizer and UndefinedBehaviorSanitizer
