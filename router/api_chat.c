@@ -27,6 +27,7 @@ static const struct td_fields_refusal refusals[] = {
     {"audio", TD_HARMLESS_NONE, NULL},
     {"web_search_options", TD_HARMLESS_NONE, NULL},
     {"chat_template", TD_HARMLESS_NONE, NULL},
+    {"chat_template_kwargs", TD_HARMLESS_EMPTY, "use reasoning_effort"},
     {"documents", TD_HARMLESS_EMPTY, NULL},
     {"echo", TD_HARMLESS_FALSE, NULL},
     {"continue_final_message", TD_HARMLESS_FALSE, NULL},

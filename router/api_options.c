@@ -149,6 +149,10 @@ static const struct td_fields_refusal refusals[] = {
     {"guided_grammar", TD_HARMLESS_NONE, "constrained output is not supported yet"},
     {"structured_outputs", TD_HARMLESS_NONE, "constrained output is not supported yet"},
     {"include_stop_str_in_output", TD_HARMLESS_FALSE, NULL},
+    {"skip_special_tokens", TD_HARMLESS_TRUE, NULL},
+    {"allowed_token_ids", TD_HARMLESS_NONE, NULL},
+    {"bad_words", TD_HARMLESS_EMPTY, NULL},
+    {"truncate_prompt_tokens", TD_HARMLESS_NONE, NULL},
     {"return_token_ids", TD_HARMLESS_FALSE, NULL},
     {"return_tokens_as_token_ids", TD_HARMLESS_FALSE, NULL},
 };

@@ -164,6 +164,7 @@ static bool is_harmless(const json_t *v, enum td_fields_harmless how)
 {
     switch (how) {
     case TD_HARMLESS_FALSE: return json_is_false(v);
+    case TD_HARMLESS_TRUE: return json_is_true(v);
     case TD_HARMLESS_EMPTY:
         return (json_is_string(v) && json_string_length(v) == 0) || (json_is_array(v) && json_array_size(v) == 0) ||
                (json_is_object(v) && json_object_size(v) == 0);

@@ -42,7 +42,7 @@ void td_fields_no_memory(struct td_fields *f);
 
 /* Fields that are known, but not supported: any value but null and the one that asks for nothing is refused by name
  * (UNIMPLEMENTED). */
-enum td_fields_harmless { TD_HARMLESS_NONE, TD_HARMLESS_FALSE, TD_HARMLESS_EMPTY, TD_HARMLESS_ONE };
+enum td_fields_harmless { TD_HARMLESS_NONE, TD_HARMLESS_FALSE, TD_HARMLESS_TRUE, TD_HARMLESS_EMPTY, TD_HARMLESS_ONE };
 struct td_fields_refusal {
     const char *name;
     enum td_fields_harmless harmless;

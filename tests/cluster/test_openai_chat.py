@@ -195,6 +195,8 @@ def test_user_metadata_and_strange_fields_are_ignored(api):
     ({"tools": [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}]}, "tools[0].function.strict"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"extra_body": {"best_of": 3}}, "best_of"),
+    ({"extra_body": {"skip_special_tokens": False}}, "skip_special_tokens"),
+    ({"extra_body": {"chat_template_kwargs": {"a": 1}}}, "chat_template_kwargs"),
     ({"temperature": 3}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"top_p": -1}, "top_p"),

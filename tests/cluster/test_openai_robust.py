@@ -325,6 +325,16 @@ def test_more_than_may_wait_get_a_429_with_a_time_to_come_back(new_fleet):
     assert error_of(raw)["code"] == "rate_limit_exceeded"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_when_one_of_many_choices_cannot_wait_none_is_made(new_fleet, stream):
+    fleet = new_fleet(router_flags=("--max-queue", "3"), prefill_flags=("--layer-delay", "50"))
+    status, headers, raw = ask(fleet.router.http, CHAT, body_of(n=16, stream=stream, max_tokens=500, ignore_eos=True))
+    assert status == 429 and "retry-after" in headers and error_of(raw)["type"] == "rate_limit_error"
+    wait_until("all is over", lambda: fleet.router.statez()["state"]["clients"] == 0)
+    wait_until("nobody works any more", lambda: fleet.decode[0].metrics()["tandem_sequences_running"] == 0)
+    assert ask(fleet.router.http, CHAT, body_of())[0] == 200
+
+
 def test_a_deadline_ends_a_stream_with_an_error_event(new_fleet):
     fleet = new_fleet(router_flags=("--request-timeout", "1500"), decode_flags=("--layer-delay", "30"))
     status, _, raw = ask(fleet.router.http, CHAT, body_of(stream=True, max_tokens=500, ignore_eos=True))
