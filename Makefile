@@ -303,9 +303,12 @@ e2e: venv $(SUPPORT_PROGS) all ## end-to-end tests (pytest; ARGS='-k name')
 
 STREAMS    ?= 1000000
 SOAK_FUZZ_SECONDS ?= 600
+# Of each test that compares answers under random kills with those of a fleet left alone.
+CHAOS_SECONDS ?= 600
 soak: venv $(SUPPORT_PROGS) all $(BUILD)/unit/common/text/harmony_streams_test ## a million odd model outputs; random load while workers die: 200 kills, an hour (ARGS='--kills 20 --minutes 5 --seed 7'); then fuzz, SOAK_FUZZ_SECONDS (600) a target
 	TANDEM_STREAMS=$(STREAMS) $(BUILD)/unit/common/text/harmony_streams_test
 	BUILD=$(BUILD) $(VENV)/bin/python tests/cluster/soak.py $(ARGS)
+	CHAOS_SECONDS=$(CHAOS_SECONDS) BUILD=$(BUILD) $(PYTEST) -q tests/cluster/test_migration.py -k random_kills
 	@$(if $(filter 0,$(SOAK_FUZZ_SECONDS)),,$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=$(SOAK_FUZZ_SECONDS))
 
 ASAN_ENV   := ASAN_OPTIONS=detect_leaks=1:abort_on_error=0:strict_string_checks=1 LSAN_OPTIONS=suppressions=$(CURDIR)/tests/support/lsan.supp:print_suppressions=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1

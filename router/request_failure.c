@@ -20,13 +20,18 @@ enum td_request_event td_request_fatal(struct td_request *r, enum td_status st, 
     return EV_FATAL;
 }
 
-static bool is_death(enum td_status st) { return st == TD_E_PEER_LOST || st == TD_E_TARGET_LOST || st == TD_E_DEVICE; }
+/* Did a worker die that had the request in hand? Until the pages are reserved no prefill worker has seen it. */
+static bool is_death(const struct td_request *r, enum td_blame blame, enum td_status st)
+{
+    if (r->state == RQ_RESERVING && blame == TD_BLAME_PREFILL) return false;
+    return st == TD_E_PEER_LOST || st == TD_E_TARGET_LOST || st == TD_E_DEVICE;
+}
 
 /* May it be tried once more? Counts this failure. */
-static bool may_try_again(struct td_request *r, enum td_status st, bool can_go_on)
+static bool may_try_again(struct td_request *r, enum td_blame blame, enum td_status st, bool can_go_on)
 {
     if (!can_go_on && td_status_retry(st) == TD_RETRY_NO) return false;
-    if (is_death(st)) return ++r->n_deaths < TD_ROUTER_MAX_DEATHS;
+    if (is_death(r, blame, st)) return ++r->n_deaths < TD_ROUTER_MAX_DEATHS;
     if (st == TD_E_DRAINING) return r->n_turned++ < TD_ROUTER_MAX_TURNED;
     return r->n_retries++ < TD_ROUTER_MAX_RETRIES;
 }
@@ -41,8 +46,8 @@ enum td_request_event td_request_failed(struct td_request *r, enum td_blame blam
         st = TD_E_DRAINING;
     else if (st == TD_E_DRAINING && w != NULL)
         w->load.is_draining = true; /* its next report will say the same */
-    bool again = may_try_again(r, st, can_go_on);
-    bool is_second_death = is_death(st) && r->n_deaths >= TD_ROUTER_MAX_DEATHS;
+    bool again = may_try_again(r, blame, st, can_go_on);
+    bool is_second_death = is_death(r, blame, st) && r->n_deaths >= TD_ROUTER_MAX_DEATHS;
     r->fail_status = st;
     td_err_set(&r->fail, st, "%s worker %s: %s%s", blame == TD_BLAME_DECODE ? "decode" : "prefill",
                w != NULL ? w->identity->name : "?", text,
