@@ -131,7 +131,12 @@ static void drop(struct td_api_call *call)
 
 /* --- pieces of JSON ----------------------------------------------------------------------------------------------- */
 
-static void put_buf(struct td_buf *b, struct td_buf *text) { td_json_quote(b, td_buf_cstr(text), text->n); }
+static void put_buf(struct td_buf *b, const struct td_buf *text)
+{
+    td_json_quote(b, text->n > 0 ? (const char *)text->data : "", text->n);
+}
+
+static const struct td_buf none = {0};
 
 static void put_logprobs(struct td_buf *b, const struct td_buf *entries)
 {
@@ -150,13 +155,11 @@ static void put_item_id(const struct td_api_call *call, struct td_buf *b, size_t
 }
 
 /* The one part of a message or reasoning item. */
-static void put_part(struct td_buf *b, struct item *it, bool is_whole)
+static void put_part(struct td_buf *b, const struct item *it, bool is_whole)
 {
-    static const struct td_buf none = {0};
-    struct td_buf empty = {0};
     bool is_reasoning = it->kind == TD_CHAT_REASONING;
     td_buf_printf(b, "{\"type\":\"%s\",\"text\":", is_reasoning ? "reasoning_text" : "output_text");
-    put_buf(b, is_whole ? &it->text : &empty);
+    put_buf(b, is_whole ? &it->text : &none);
     if (!is_reasoning) {
         td_buf_str(b, ",\"annotations\":[]");
         put_logprobs(b, is_whole ? &it->logprobs : &none);
@@ -168,14 +171,13 @@ static void put_item(const struct td_api_call *call, struct td_buf *b, size_t in
 {
     struct responses *s = call->state;
     struct item *it = &s->items[index];
-    struct td_buf empty = {0};
     td_buf_str(b, "{\"id\":");
     put_item_id(call, b, index);
     if (it->kind == TD_CHAT_CALL) {
         td_buf_printf(b, ",\"type\":\"function_call\",\"call_id\":\"%s\",\"name\":", it->call_id);
         put_buf(b, &it->function);
         td_buf_str(b, ",\"arguments\":");
-        put_buf(b, is_whole ? &it->text : &empty);
+        put_buf(b, is_whole ? &it->text : &none);
     } else {
         td_buf_str(b, it->kind == TD_CHAT_REASONING ? ",\"type\":\"reasoning\",\"summary\":[],\"content\":["
                                                     : ",\"type\":\"message\",\"role\":\"assistant\",\"content\":[");

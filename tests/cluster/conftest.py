@@ -132,12 +132,15 @@ class Daemon:
             self.process.wait()
 
     def stop(self, seconds=40):
-        """SIGTERM; returns the exit status."""
+        """SIGTERM; returns the exit status. What a sanitizer found, leaks at the end too, fails the test."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(seconds)
+            status = self.process.wait(seconds)
+            found = [line for line in self.log_text().splitlines() if "Sanitizer: " in line or ": runtime error: " in line]
+            assert not found, f"{self.name}: {found}\n{self.log_text()[-6000:]}"
+            return status
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
