@@ -307,6 +307,7 @@ SOAK_FUZZ_SECONDS ?= 600
 CHAOS_SECONDS ?= 600
 soak: venv $(SUPPORT_PROGS) all $(BUILD)/unit/common/text/harmony_streams_test ## a million odd model outputs; random load while workers die: 200 kills, an hour (ARGS='--kills 20 --minutes 5 --seed 7'); then fuzz, SOAK_FUZZ_SECONDS (600) a target
 	TANDEM_STREAMS=$(STREAMS) $(BUILD)/unit/common/text/harmony_streams_test
+	BUILD=$(BUILD) HANDOFF_KILLS=100 $(PYTEST) -q tests/cluster/test_handoff.py -k killed
 	BUILD=$(BUILD) $(VENV)/bin/python tests/cluster/soak.py $(ARGS)
 	CHAOS_SECONDS=$(CHAOS_SECONDS) BUILD=$(BUILD) $(PYTEST) -q tests/cluster/test_migration.py -k random_kills
 	@$(if $(filter 0,$(SOAK_FUZZ_SECONDS)),,$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=$(SOAK_FUZZ_SECONDS))

@@ -28,6 +28,7 @@ struct group {
 struct td_kv_pages {
     struct group groups[TD_KV_N_GROUPS];
     struct td_kv_keeper keeper;
+    struct td_kv_watch watch;
 };
 
 static struct group *group_of(const struct td_kv_pages *kv, enum td_kv_group g)
@@ -108,8 +109,10 @@ static void set_holder(struct page *p, const char *holder)
     p->holder[n] = '\0';
 }
 
-static void take(struct group *gr, uint32_t start, uint32_t n, const char *holder, uint32_t *pages_out)
+static void take(struct td_kv_pages *kv, enum td_kv_group g, uint32_t start, uint32_t n, const char *holder,
+                 uint32_t *pages_out)
 {
+    struct group *gr = &kv->groups[g];
     for (uint32_t i = 0; i < n; i++) {
         uint32_t p = start + i;
         TD_CHECK(gr->pages[p].refs == 0);
@@ -117,6 +120,7 @@ static void take(struct group *gr, uint32_t start, uint32_t n, const char *holde
         gr->pages[p].refs = 1;
         set_holder(&gr->pages[p], holder);
         pages_out[i] = p;
+        if (kv->watch.taken != NULL) kv->watch.taken(kv->watch.self, g, p);
     }
     gr->n_free -= n;
     while (gr->first_word < n_words(gr) && gr->free_bits[gr->first_word] == 0) gr->first_word++;
@@ -136,7 +140,7 @@ enum td_status td_kv_pages_alloc(struct td_kv_pages *kv, enum td_kv_group g, uin
     uint32_t begin = gr->first_word * WORD_BITS, start, end;
     for (uint32_t from = begin; next_run(gr, from, &start, &end); from = end) {
         if (end - start < n) continue;
-        take(gr, start, n, holder, pages_out);
+        take(kv, g, start, n, holder, pages_out);
         return TD_OK;
     }
     uint32_t n_taken = 0; /* no run is long enough: the lowest ones, in rising order */
@@ -144,7 +148,7 @@ enum td_status td_kv_pages_alloc(struct td_kv_pages *kv, enum td_kv_group g, uin
         bool is_found = next_run(gr, from, &start, &end);
         TD_CHECK(is_found);
         uint32_t m = end - start < n - n_taken ? end - start : n - n_taken;
-        take(gr, start, m, holder, pages_out + n_taken);
+        take(kv, g, start, m, holder, pages_out + n_taken);
         n_taken += m;
     }
     return TD_OK;
@@ -157,12 +161,14 @@ void td_kv_pages_ref(struct td_kv_pages *kv, enum td_kv_group g, uint32_t page)
     p->refs++;
 }
 
-static void set_free(struct group *gr, uint32_t page)
+static void set_free(struct td_kv_pages *kv, enum td_kv_group g, uint32_t page)
 {
+    struct group *gr = &kv->groups[g];
     uint32_t w = page / WORD_BITS;
     gr->free_bits[w] |= 1ull << (page % WORD_BITS);
     gr->n_free++;
     if (w < gr->first_word) gr->first_word = w;
+    if (kv->watch.freed != NULL) kv->watch.freed(kv->watch.self, g, page);
 }
 
 void td_kv_pages_unref(struct td_kv_pages *kv, enum td_kv_group g, uint32_t page)
@@ -176,7 +182,7 @@ void td_kv_pages_unref(struct td_kv_pages *kv, enum td_kv_group g, uint32_t page
         gr->n_kept++;
         kv->keeper.idle(kv->keeper.self, g, page);
     } else {
-        set_free(gr, page);
+        set_free(kv, g, page);
     }
 }
 
@@ -197,6 +203,11 @@ bool td_kv_pages_is_kept(const struct td_kv_pages *kv, enum td_kv_group g, uint3
     return page_of(kv, g, page)->is_kept;
 }
 uint32_t td_kv_pages_n_total(const struct td_kv_pages *kv, enum td_kv_group g) { return group_of(kv, g)->n_pages; }
+
+void td_kv_pages_set_watch(struct td_kv_pages *kv, const struct td_kv_watch *w)
+{
+    kv->watch = w != NULL ? *w : (struct td_kv_watch){0};
+}
 
 /* --- the prefix cache's ------------------------------------------------------------------------------------ */
 
@@ -220,7 +231,7 @@ void td_kv_pages_forget(struct td_kv_pages *kv, enum td_kv_group g, uint32_t pag
     p->is_kept = false;
     if (p->refs > 0) return;
     gr->n_kept--;
-    set_free(gr, page);
+    set_free(kv, g, page);
 }
 
 void td_kv_pages_hold(struct td_kv_pages *kv, enum td_kv_group g, uint32_t page, const char *holder)

@@ -28,6 +28,14 @@ uint32_t td_kv_pages_n_total(const struct td_kv_pages *kv, enum td_kv_group g);
 void td_kv_pages_describe(const struct td_kv_pages *kv,
                           struct td_buf *json_out); /* counts, holders with their page counts */
 
+/* Told of every page that becomes free (and is not kept), and of every free page that is taken. For tests. */
+struct td_kv_watch {
+    void *self;
+    void (*freed)(void *self, enum td_kv_group g, uint32_t page);
+    void (*taken)(void *self, enum td_kv_group g, uint32_t page);
+};
+void td_kv_pages_set_watch(struct td_kv_pages *kv, const struct td_kv_watch *w); /* NULL: nobody */
+
 /* --- the prefix cache's ------------------------------------------------------------------------------------ */
 struct td_kv_keeper {
     void *self;

@@ -12,6 +12,7 @@
 #include "common/base/rng.h"
 #include "common/config/address_file.h"
 #include "common/engine/kv_split.h"
+#include "common/worker/canary.h"
 
 #define LAST_STEP_MS 5000 /* patience with a step in flight when everything else is over */
 
@@ -135,7 +136,7 @@ enum td_status td_worker_open_transfer(struct td_worker *w, const struct td_xfer
     for (uint32_t r = 0; r < w->cfg.tp; r++)
         for (int g = 0; st == TD_OK && g < TD_KV_N_GROUPS; g++)
             st = w->xfer_ops->pool_create(w->xfer, td_kv_pool_bytes(&w->kv_layout[g]), &w->pools[r][g], err);
-    return st;
+    return st == TD_OK ? td_worker_watch_pages(w, err) : st;
 }
 
 enum td_status td_worker_create_engine(struct td_worker *w, uint32_t max_tokens, uint32_t max_segments,
@@ -296,6 +297,7 @@ void td_worker_close_ports(struct td_worker *w)
 
 void td_worker_close_transfer(struct td_worker *w)
 {
+    if (w->kv != NULL) td_kv_pages_set_watch(w->kv, NULL); /* its memory goes before its last pages are free */
     if (w->xfer != NULL) w->xfer_ops->destroy(w->xfer);
 }
 

@@ -1,5 +1,6 @@
 """KV hand-off between the real processes: bytes, overlap, and what is left after either side is killed."""
 import json
+import os
 import signal
 import threading
 import time
@@ -7,7 +8,8 @@ import time
 import grpc
 import pytest
 
-from conftest import (GOLDENS, Fleet, IS_SANITIZED, MODEL, PATIENCE, collect, expect_golden, free_pages, golden, metric_labels, wait_until)
+from conftest import (GOLDENS, Fleet, IS_SANITIZED, MODEL, PATIENCE, collect, expect_golden, free_pages, free_port, golden,
+                      metric_labels, wait_until)
 
 CONFIG = json.loads((MODEL / "config.json").read_text())
 PAGE = 64
@@ -147,13 +149,20 @@ def test_puts_overlap_with_compute(new_fleet):
     client.close()
 
 
-def slow_fleet(new_fleet):
+# --- whatever dies in the middle ------------------------------------------------------------------------------------------
+# --page-canary: a page that is written while nobody holds it is found when it is taken next.
+KILLS = int(os.environ.get("HANDOFF_KILLS", "20" if not IS_SANITIZED else "4"))
+WATCHED = (*COLD, "--page-canary", "1")
+VICTIM = golden("text of 500 tokens")
+
+
+def slow_fleet(new_fleet, **settings):
     """A fleet whose prefill takes 20 ms a layer, so that a hand-off can be met in its middle; warmed up."""
-    fleet = new_fleet(prefill_flags=("--layer-delay", "20", *COLD), decode_flags=COLD)
+    fleet = new_fleet(prefill_flags=("--layer-delay", "20", *WATCHED), decode_flags=("--local-prefill-tokens", "512", *WATCHED),
+                      **settings)
     client = fleet.client()
-    prompt = golden("text of 1900 tokens")
-    client.generate(tokens=prompt["ids"], max_tokens=2)
-    return fleet, client, prompt
+    client.generate(tokens=VICTIM["ids"], max_tokens=2)
+    return fleet, client
 
 
 def outcome(call):
@@ -163,76 +172,128 @@ def outcome(call):
         return error.code()
 
 
+def begin_three(client, **settings):
+    """Three calls with a reader each; the list fills with what becomes of them."""
+    results = []
+    calls = [client.start(tokens=VICTIM["ids"], max_tokens=30, ignore_eos=True, **settings) for _ in range(3)]
+    threads = [threading.Thread(target=lambda c=c: results.append(outcome(c))) for c in calls]
+    for t in threads:
+        t.start()
+    return results, threads
+
+
+def expect_unharmed(*workers):
+    for w in workers:
+        assert w.process.poll() is None, w.log_text()[-3000:]
+        m = w.metrics()
+        assert m["tandem_kv_pages_written_free_total"] == 0, w.log_text()[-3000:]
+        assert m.get("tandem_kv_pages_quarantined", 0) == 0
+
+
 def test_prefill_killed_in_mid_put(new_fleet):
-    fleet, client, prompt = slow_fleet(new_fleet)
+    fleet, client = slow_fleet(new_fleet)
     decode = fleet.decode[0]
     start = free_pages(decode)
-    for i in range(5):
-        results = []
-        calls = [client.start(tokens=prompt["ids"], max_tokens=30, ignore_eos=True) for _ in range(3)]
-        threads = [threading.Thread(target=lambda c=c: results.append(outcome(c))) for c in calls]
-        for t in threads:
-            t.start()
+    for i in range(KILLS):
+        results, threads = begin_three(client)
         wait_until("a reservation is held", lambda: free_pages(decode) != start, 10)
-        time.sleep(0.07 + 0.02 * i)
+        time.sleep(0.01 + 0.15 * i / KILLS)
         fleet.prefill[-1].kill(signal.SIGKILL)
         killed = time.monotonic()
         wait_until("no page is kept for the dead", lambda: decode.metrics()["tandem_kv_pages_quarantined"] == 0, SECOND, every=0.01)
         assert time.monotonic() - killed < 1.5 * SECOND
         for t in threads:
-            t.join(30)
-        assert decode.process.poll() is None and decode.metrics()["tandem_kv_pages_quarantined"] == 0
+            t.join(60)
         for r in results:       # without a prefill worker the decode worker does it alone
             assert not isinstance(r, grpc.StatusCode) and len(r.ids) == 30 and r.ids == results[0].ids, r
         wait_until("all pages are back", lambda: free_pages(decode) == start, 5)
         fleet.prefill.append(fleet.add("prefill", f"prefill-{i + 1}"))
         fleet.wait_workers(1, 1)
-        out = client.generate(tokens=prompt["ids"], max_tokens=len(prompt["greedy"]))
-        expect_golden(out.ids, prompt, 0.05)
+        out = client.generate(tokens=VICTIM["ids"], max_tokens=len(VICTIM["greedy"]))
+        expect_golden(out.ids, VICTIM, 0.05)
         wait_until("pages are back", lambda: free_pages(decode) == start, 5)
+        expect_unharmed(decode)
     client.close()
 
 
 def test_decode_killed_in_mid_put(new_fleet):
-    fleet, client, prompt = slow_fleet(new_fleet)
+    fleet, client = slow_fleet(new_fleet)
     prefill = fleet.prefill[0]
     start = free_pages(prefill)
-    for i in range(5):
-        results = []
-        calls = [client.start(tokens=prompt["ids"], max_tokens=30) for _ in range(3)]
-        threads = [threading.Thread(target=lambda c=c: results.append(outcome(c))) for c in calls]
-        for t in threads:
-            t.start()
+    for i in range(KILLS):
+        results, threads = begin_three(client)
         wait_until("a prefill runs", lambda: free_pages(prefill) != start, 10)
-        time.sleep(0.07 + 0.02 * i)
+        time.sleep(0.01 + 0.15 * i / KILLS)
         fleet.decode[-1].kill(signal.SIGKILL)
         for t in threads:
-            t.join(30)
+            t.join(60)
         assert all(r == grpc.StatusCode.UNAVAILABLE for r in results), results
         wait_until("pages are back within a second", lambda: free_pages(prefill) == start, SECOND, every=0.01)
-        assert prefill.process.poll() is None
         fleet.decode.append(fleet.add("decode", f"decode-{i + 1}"))
         fleet.wait_workers(1, 1)
-        out = client.generate(tokens=prompt["ids"], max_tokens=len(prompt["greedy"]))
-        expect_golden(out.ids, prompt, 0.05)
+        out = client.generate(tokens=VICTIM["ids"], max_tokens=len(VICTIM["greedy"]))
+        expect_golden(out.ids, VICTIM, 0.05)
+        wait_until("pages are back", lambda: free_pages(prefill) == start, 5)
+        expect_unharmed(prefill)
+    client.close()
+
+
+def test_router_killed_between_reserved_and_run(new_fleet):
+    """The decode worker sleeps while the router asks it for pages; then the router sleeps, and is killed when the answer lies
+    in its socket: pages are reserved, and the prefill worker never hears of it."""
+    address = f"127.0.0.1:{free_port()}"
+    fleet, client = slow_fleet(new_fleet, router_flags=("--rpc-address", address))
+    decode, prefill = fleet.decode[0], fleet.prefill[0]
+    start = free_pages(decode), free_pages(prefill)
+    for i in range(KILLS):
+        runs = prefill.metrics()["tandem_handoffs_total"]
+        decode.kill(signal.SIGSTOP)
+        results, threads = begin_three(client)
+        wait_until("the router has asked",
+                   lambda: "RESERVING" in [r["state"] for r in fleet.router.statez()["state"]["requests"]], 10)
+        time.sleep(0.05)
+        fleet.router.kill(signal.SIGSTOP)
+        decode.kill(signal.SIGCONT)
+        wait_until("pages are reserved", lambda: free_pages(decode) != start[0], 10)
+        fleet.router.kill(signal.SIGKILL)
+        wait_until("pages are back within a second", lambda: free_pages(decode) == start[0], SECOND, every=0.01)
+        for t in threads:
+            t.join(60)
+        assert all(r == grpc.StatusCode.UNAVAILABLE for r in results), results
+        assert prefill.metrics()["tandem_handoffs_total"] == runs
+        fleet.router = fleet.add("router", f"router-{i + 1}", *fleet.router_flags)
+        fleet.wait_workers(1, 1)
+        client.close()
+        client = fleet.client()
+        out = client.generate(tokens=VICTIM["ids"], max_tokens=len(VICTIM["greedy"]))
+        expect_golden(out.ids, VICTIM, 0.05)
+        wait_until("pages are back", lambda: (free_pages(decode), free_pages(prefill)) == start, 5)
+        expect_unharmed(decode, prefill)
     client.close()
 
 
 def test_silent_prefill_keeps_pages_pinned_until_it_answers(new_fleet):
-    fleet, client, prompt = slow_fleet(new_fleet)
+    fleet, client = slow_fleet(new_fleet)
     decode, prefill = fleet.decode[0], fleet.prefill[0]
     start = free_pages(decode)
-    call = client.start(tokens=prompt["ids"], max_tokens=30)
-    wait_until("a reservation is held", lambda: free_pages(decode) != start, 10)
-    time.sleep(0.08)
-    prefill.kill(signal.SIGSTOP)
-    call.cancel()
-    wait_until("pinned pages are counted", lambda: decode.metrics()["tandem_kv_pages_quarantined"] > 0, 5)
-    time.sleep(1.0)
-    assert free_pages(decode) != start, "pages that a living sender may still write are not free"
-    prefill.kill(signal.SIGCONT)
-    wait_until("pages are back", lambda: free_pages(decode) == start, 5)
-    assert decode.metrics()["tandem_kv_pages_quarantined"] == 0
+    for _ in range(3):
+        call = client.start(tokens=VICTIM["ids"], max_tokens=30)
+        wait_until("a reservation is held", lambda: free_pages(decode) != start, 10)
+        time.sleep(0.08)
+        prefill.kill(signal.SIGSTOP)
+        call.cancel()
+        pinned = wait_until("pinned pages are counted", lambda: decode.metrics()["tandem_kv_pages_quarantined"], 5)
+        held = free_pages(decode)
+        for _ in range(20):
+            time.sleep(0.05)
+            assert free_pages(decode) == held, "pages that a living sender may still write are not free"
+        assert decode.metrics()["tandem_kv_pages_quarantined"] == pinned
+        prefill.kill(signal.SIGCONT)
+        wait_until("pages are back within a second", lambda: free_pages(decode) == start, SECOND, every=0.01)
+        expect_unharmed(decode, prefill)
+        out = client.generate(tokens=VICTIM["ids"], max_tokens=len(VICTIM["greedy"]))
+        expect_golden(out.ids, VICTIM, 0.05)
+        wait_until("pages are back", lambda: free_pages(decode) == start, 5)
     client.close()
 
 

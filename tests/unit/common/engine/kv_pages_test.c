@@ -52,6 +52,35 @@ static void pages_come_in_one_run_where_there_is_one(void **state)
     td_kv_pages_destroy(kv);
 }
 
+static void note_taken(void *self, enum td_kv_group g, uint32_t page)
+{
+    assert_int_equal(((uint8_t *)self)[page + 100 * g]++, 0);
+}
+static void note_freed(void *self, enum td_kv_group g, uint32_t page)
+{
+    assert_int_equal(((uint8_t *)self)[page + 100 * g]--, 1);
+}
+
+static void a_watch_hears_of_every_page_that_comes_and_goes(void **state)
+{
+    (void)state;
+    struct td_kv_pages *kv = make(20, 20);
+    uint8_t is_taken[200] = {0};
+    struct td_kv_watch watch = {.self = is_taken, .freed = note_freed, .taken = note_taken};
+    td_kv_pages_set_watch(kv, &watch);
+    uint32_t p[20];
+    assert_int_equal(td_kv_pages_alloc(kv, S, 7, "a", p), TD_OK);
+    assert_int_equal(td_kv_pages_alloc(kv, F, 20, "b", p), TD_OK);
+    td_kv_pages_ref(kv, F, 3);
+    for (uint32_t i = 0; i < 20; i++) td_kv_pages_unref(kv, F, i);
+    for (uint32_t i = 0; i < 20; i++) assert_int_equal(is_taken[100 + i], i == 3);
+    for (uint32_t i = 0; i < 20; i++) assert_int_equal(is_taken[i], i < 7);
+    td_kv_pages_set_watch(kv, NULL);
+    td_kv_pages_unref(kv, F, 3);
+    assert_int_equal(is_taken[103], 1);
+    td_kv_pages_destroy(kv);
+}
+
 static void too_many_pages_are_refused_and_nothing_is_taken(void **state)
 {
     (void)state;
@@ -208,6 +237,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(pages_come_in_one_run_where_there_is_one),
+        cmocka_unit_test(a_watch_hears_of_every_page_that_comes_and_goes),
         cmocka_unit_test(too_many_pages_are_refused_and_nothing_is_taken),
         cmocka_unit_test(a_shared_page_is_free_when_its_last_holder_lets_go),
         cmocka_unit_test(misuse_is_caught),
