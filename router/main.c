@@ -129,7 +129,6 @@ static enum td_status start_fleet(struct td_router *ro, struct td_err *err)
     ro->incarnation = ro->env->random(ro->env) | 1; /* never 0 */
     ro->created_s = td_clock_wall_ns() / TD_NS_PER_S;
     td_list_init(&ro->clients);
-    td_list_init(&ro->runs);
     td_list_init(&ro->joins);
     /* A command to a worker is never refused for want of queue before link.c's own bound; a client's backlog neither.
      */

@@ -51,7 +51,7 @@ void td_front_note_done(struct td_router *ro, const struct td_request *r, bool h
                         const char *text);
 
 /* run.c */
-void td_run_bind(struct td_router *ro); /* fills run_ports; after request_ports */
+void td_run_bind(struct td_router *ro); /* fills runs and run_ports; after request_ports */
 void td_run_describe_all(const struct td_router *ro, bool *is_first, struct td_buf *json_out);
 
 /* main.c */

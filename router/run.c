@@ -241,6 +241,7 @@ static void port_done(void *self, struct td_request *r, enum td_status st, const
 
 void td_run_bind(struct td_router *ro)
 {
+    td_list_init(&ro->runs);
     ro->run_ports = ro->request_ports;
     ro->run_ports.emit = port_emit;
     ro->run_ports.done = port_done;
