@@ -272,6 +272,31 @@ def test_router_killed_between_reserved_and_run(new_fleet):
     client.close()
 
 
+@pytest.mark.parametrize("how", ["cancel", "deadline"])
+def test_pages_come_back_within_a_second_of_a_cancel_or_deadline_at_any_moment(new_fleet, how):
+    """From the reservation over the puts of each layer into decoding, at both ends, whatever else is under way."""
+    fleet, client = slow_fleet(new_fleet)
+    workers = fleet.decode[0], fleet.prefill[0]
+    start = [free_pages(w) for w in workers]
+    for i in range(25):
+        after = 0.012 * i
+        calls = [client.start(tokens=VICTIM["ids"][:len(VICTIM["ids"]) - k], max_tokens=3000, ignore_eos=True,
+                              timeout=after if how == "deadline" and after > 0 else 60) for k in range(2)]
+        threads = [threading.Thread(target=lambda c=c: outcome(c)) for c in calls]
+        for t in threads:
+            t.start()
+        time.sleep(after)
+        for c in calls:
+            c.cancel()
+        wait_until("pages are back within a second", lambda: [free_pages(w) for w in workers] == start, SECOND, every=0.01)
+        for t in threads:
+            t.join(30)
+    out = client.generate(tokens=VICTIM["ids"], max_tokens=len(VICTIM["greedy"]))
+    expect_golden(out.ids, VICTIM, 0.05)
+    expect_unharmed(*workers)
+    client.close()
+
+
 def test_silent_prefill_keeps_pages_pinned_until_it_answers(new_fleet):
     fleet, client = slow_fleet(new_fleet)
     decode, prefill = fleet.decode[0], fleet.prefill[0]
