@@ -365,6 +365,7 @@ static bool is_excused(const struct sim_cluster *c, const struct sim_client *k)
     switch (k->st) {
     case TD_OK: return true;
     case TD_E_CANCELED: return k->has_left;
+    case TD_E_SLOW_CLIENT: return k->is_slow;
     case TD_E_DEADLINE:
         /* The clock of a process that it was at jumped past its deadline; or its COMPLETE was lost, which nobody but
          * its deadline tells. */

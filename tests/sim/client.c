@@ -69,7 +69,10 @@ static void on_event(struct td_rpc_call *c, const ProtobufCMessage *msg)
             sim_fail(w, "%s: usage is not that of %u prompt and %u answer tokens", k->id, k->n_prompt, k->n_answer);
     }
     if (k->n_got >= k->leaves_after) leave(k);
-    if (k->stalls_ns > 0) sim_rpc_stall(c, w->now_ns + k->stalls_ns);
+    if (k->stalls_ns > 0) {
+        sim_rpc_stall(c, w->now_ns + k->stalls_ns);
+        k->is_slow = true;
+    }
     k->stalls_ns = 0;
 }
 

@@ -19,7 +19,7 @@ struct sim_client {
     uint32_t leaves_after;               /* tokens; UINT32_MAX: stays */
     uint64_t leaves_ns;                  /* after the start; 0: stays */
     uint64_t stalls_ns;                  /* reads nothing for so long after its first token */
-    bool want_logprobs;
+    bool want_logprobs, is_slow;
     /* the right answer */
     uint32_t answer[SIM_MAX_ANSWER], n_answer;
     Tandem__V1__FinishReason reason;

@@ -85,7 +85,7 @@ static void listen_and_join(struct sim_cluster *c, struct sim_process *p)
     w->methods[0] = w->role->method;
     w->methods[1] = td_worker_drain_method;
     w->methods[2] = td_worker_status_method;
-    TRY(td_rpc_create(w->loop, &(struct td_rpc_options){0}, &w->rpc));
+    TRY(td_rpc_create(w->loop, &(struct td_rpc_options){.max_queued_bytes = p->place->shape.rpc_queue_bytes}, &w->rpc));
     TRY(td_rpc_serve(w->rpc, p->place->name, w->methods, w, &err));
     snprintf(w->rpc_address, sizeof w->rpc_address, "%s", p->place->name);
     struct td_descriptor *d = &w->descriptor;
@@ -172,6 +172,8 @@ static void start_prefill(struct sim_cluster *c, struct sim_process *p)
         for (uint32_t r = 0; r < w->cfg.tp; r++) so.source.base[r][g] = w->xfer_ops->pool_base(w->pools[r][g]);
     }
     TRY(td_prefill_send_start(d->send, w->xfer, &so));
+    if (p->place->shape.window_bytes > 0)
+        td_tx_set_window(td_prefill_send_tx(d->send), p->place->shape.window_bytes, p->place->shape.put_bytes);
     create_engine(p, &engine, d, d->chunk_tokens, w->cfg.max_prefill_batch);
     struct td_prefill_ports ports = td_prefill_daemon_ports(d);
     TRY(td_prefill_worker_create(&o, w->kv, d->send, &ports, &d->worker));

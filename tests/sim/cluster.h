@@ -23,6 +23,8 @@ struct sim_shape { /* what a worker is started with, in all its lives */
     bool has_prefix_cache;
     uint32_t quarantine_ms, step_timeout_ms, drain_timeout_ms;
     uint64_t layer_ns, token_ns;
+    uint32_t rpc_queue_bytes;         /* unsent, per call; 0: as usual */
+    uint64_t window_bytes, put_bytes; /* of the sender; 0: as usual */
     struct td_xfer_memory_trouble trouble;
 };
 

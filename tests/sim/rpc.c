@@ -553,7 +553,7 @@ enum td_status td_rpc_send(struct td_rpc_call *c, const ProtobufCMessage *msg)
 {
     if (c->is_ending) return TD_E_CANCELED;
     size_t n = protobuf_c_message_get_packed_size(msg);
-    if (c->queued_bytes + n > c->rpc->o.max_queued_bytes) return TD_E_BUSY;
+    if (c->queued_bytes > 0 && c->queued_bytes + n > c->rpc->o.max_queued_bytes) return TD_E_BUSY;
     if (watch != NULL) watch(watch_user, c, msg);
     struct packet *p = send_to_peer(c, MESSAGE, n);
     if (p == NULL) return TD_OK; /* the connection is broken, and we do not know yet */

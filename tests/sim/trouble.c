@@ -3,6 +3,7 @@
 #include <stdio.h>
 
 #include "common/transfer/memory.h"
+#include "prefill/sched.h"
 
 #define SPAN_NS (3 * TD_NS_PER_S) /* orders and troubles begin within this */
 #define KEEPALIVE_NS                                                                                                   \
@@ -150,7 +151,16 @@ static void draw_shape(struct sim_draws *d, enum sim_role role, bool is_tight, s
     uint32_t longest = SIM_MAX_CONTEXT / SIM_PAGE_TOKENS;
     out->n_pages[TD_KV_FULL] = longest + (uint32_t)(is_tight ? sim_draw(d, 0, 20) : sim_draw(d, 60, 160));
     out->n_pages[TD_KV_SLIDING] = (uint32_t)(is_tight ? sim_draw(d, 16, 40) : sim_draw(d, 60, 100));
-    if (role == SIM_PREFILL) out->max_batch = (uint32_t)sim_draw(d, 1, 3);
+    if (sim_chance(d, 30)) out->rpc_queue_bytes = (uint32_t)sim_draw(d, 100, 4000);
+    if (sim_chance(d, 40)) {
+        out->window_bytes = sim_draw(d, 500, 8000);
+        out->put_bytes = sim_draw(d, 100, 1000);
+    }
+    if (role == SIM_DECODE) return;
+    out->max_batch = (uint32_t)sim_draw(d, 1, 3);
+    if (is_tight)
+        out->n_pages[TD_KV_SLIDING] = td_prefill_sched_sliding_compute(SIM_WINDOW, out->chunk_tokens, SIM_PAGE_TOKENS) +
+                                      (uint32_t)sim_draw(d, 0, 8);
 }
 
 static void draw_order(struct sim_draws *d, struct sim_client *k, uint32_t nth, bool is_calm)
@@ -169,7 +179,7 @@ static void draw_order(struct sim_draws *d, struct sim_client *k, uint32_t nth, 
     if (sim_chance(d, 25)) k->deadline_ns = sim_draw(d, SIM_MS(1), sim_chance(d, 50) ? SIM_MS(200) : SIM_MS(4000));
     if (sim_chance(d, 10)) k->leaves_after = (uint32_t)sim_draw(d, 0, 10);
     if (sim_chance(d, 15)) k->leaves_ns = sim_draw(d, SIM_US(100), sim_chance(d, 50) ? SIM_MS(20) : SIM_MS(600));
-    if (sim_chance(d, 5)) k->stalls_ns = sim_draw(d, SIM_MS(10), SIM_MS(3000));
+    if (sim_chance(d, 8)) k->stalls_ns = sim_draw(d, SIM_MS(10), SIM_MS(3000));
 }
 
 static struct sim_place *any_place(struct sim_draws *d, struct sim_cluster *c, bool or_router)
@@ -202,6 +212,7 @@ static void draw_trouble(struct sim_draws *d, struct sim_plot *plot, enum sim_tr
         tr->aim = SIM_AT_RUN; /* a run that comes late finds a world that has gone on */
         tr->aim_ns = 0;
     }
+    if (tr->kind == SIM_STALL && sim_chance(d, 15)) tr->for_ns = sim_draw(d, SIM_MS(4000), SIM_MS(9000));
     if (tr->kind == SIM_JUMP && sim_chance(d, 50)) tr->for_ns *= 10;
     if (tr->kind == SIM_FAIL || tr->kind == SIM_HANG) tr->for_ns = SIM_MS(4000);
     tr->begin.fire = strike;
@@ -224,6 +235,7 @@ void sim_plot_make(struct sim_plot *plot, struct sim_cluster *c, struct sim_clie
         sim_cluster_add_worker(c, role, &shape);
     }
     const char *on = sim_chance(&d, 40) ? "auto" : sim_chance(&d, 70) ? "prefill" : "decode";
+    if (sim_chance(&d, 30)) c->router_cfg.max_client_backlog = 1000;
     snprintf(c->router_cfg.prefill_on, sizeof c->router_cfg.prefill_on, "%s", on);
     sim_start(c, &c->router);
     for (uint32_t i = 0; i < c->n_workers; i++) sim_start(c, &c->workers[i]);
