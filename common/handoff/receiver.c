@@ -456,7 +456,10 @@ void td_rx_on_message(struct td_rx *rx, uint64_t from, uint8_t id, const void *d
     }
     case TD_WIRE_ABORTED: {
         bool finished = m.status == TD_OK;
-        struct happening h = {.status = finished ? TD_E_CANCELED : m.status,
+        /* CANCELED means to our owner that no KV is needed. A run whose caller was lost from sight is another matter:
+         * the owner still waits. */
+        enum td_status why = m.status == TD_E_CANCELED ? TD_E_STALE : m.status;
+        struct happening h = {.status = finished ? TD_E_CANCELED : why,
                               .why = finished ? "finished by its first token" : "prefill worker aborted"};
         step(r, EV_ABORTED, &h);
         break;

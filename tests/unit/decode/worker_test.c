@@ -424,6 +424,10 @@ static void an_aborted_or_false_hand_off_loses_the_request(void **state)
     say(w, PREFILL_ID, TD_WIRE_COMPLETE,
         (struct td_wire){.generation = b->generation, .first_token = 1, .n_ranks = 1, .kv_bytes = {17}});
     expect_finished(b, NONE, "PROTOCOL", true);
+    /* The prefill worker lost its caller from sight, and who asked us still waits: OVER is for those that are over. */
+    struct told *c = start(w, 0, 3, (struct ask){.n_prompt = 10, .max_tokens = 5});
+    say(w, PREFILL_ID, TD_WIRE_ABORTED, (struct td_wire){.generation = c->generation, .status = TD_E_CANCELED});
+    expect_finished(c, NONE, "STALE", true);
     answer_stops(w);
     expect_pages_back(w);
     assert_null(w->batch);
