@@ -216,6 +216,9 @@ void td_request_copy_name(char *out, size_t n, const char *name)
     out[len] = '\0';
 }
 
+/* It never got the request: if it died, then not of this. */
+static enum td_status unsent(enum td_status st) { return st == TD_E_PEER_LOST ? TD_E_UNAVAILABLE : st; }
+
 static enum td_request_event start_decode(struct td_request *r)
 {
     r->had_turn = true;
@@ -230,7 +233,7 @@ static enum td_request_event start_decode(struct td_request *r)
         r->ports->decode_full(r->ports->self, r);
         return EV_NO_ROOM;
     }
-    if (st != TD_OK) return td_request_failed(r, TD_BLAME_DECODE, st, false, err.text);
+    if (st != TD_OK) return td_request_failed(r, TD_BLAME_DECODE, unsent(st), false, err.text);
     r->has_start = true;
     return EV_NONE;
 }
@@ -239,7 +242,7 @@ static enum td_request_event run(struct td_request *r, bool introduce)
 {
     struct td_err err = {{0}};
     enum td_status st = r->ports->run_start(r->ports->self, r, introduce, &err);
-    if (st != TD_OK) return td_request_failed(r, TD_BLAME_PREFILL, st, false, err.text);
+    if (st != TD_OK) return td_request_failed(r, TD_BLAME_PREFILL, unsent(st), false, err.text);
     r->has_run = true;
     return EV_NONE;
 }

@@ -740,6 +740,21 @@ static void without_another_worker_the_first_failure_is_the_reason(void **state)
     assert_non_null(strstr(t->done_text, "said the prefill worker"));
 }
 
+static void a_worker_that_never_got_the_request_did_not_die_of_it(void **state)
+{
+    struct world *t = *state;
+    t->start_st = TD_E_PEER_LOST;
+    to_reserving(t);
+    assert_string_equal(td_request_state_name(&t->r), "BACKOFF");
+    t->start_st = TD_OK;
+    t->run_st = TD_E_PEER_LOST;
+    a_little_later(t);
+    reserved(t);
+    assert_string_equal(td_request_state_name(&t->r), "BACKOFF");
+    assert_int_equal(t->r.n_deaths, 0);
+    assert_int_equal(t->r.n_retries, 2);
+}
+
 /* The prefill worker may know long before we do: blamed itself, the next try would go to the dead again, whose loss
  * would then count as the second. */
 static void a_run_whose_decode_worker_is_lost_is_that_worker_s_death(void **state)
@@ -1250,6 +1265,7 @@ int main(void)
         cmocka_unit_test(retries_follow_the_status_table),
         T(two_retries_and_no_more),
         T(without_another_worker_the_first_failure_is_the_reason),
+        T(a_worker_that_never_got_the_request_did_not_die_of_it),
         T(a_run_whose_decode_worker_is_lost_is_that_worker_s_death),
         T(a_refusal_from_the_queue_reaches_the_client),
         T(a_full_queue_refuses),
