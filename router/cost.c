@@ -29,5 +29,7 @@ uint64_t td_cost_local_us(const struct td_worker *decode, const struct td_worker
     uint32_t pace = decode->load.prefill_tokens_per_s;
     if (pace == 0 && prefill != NULL) pace = prefill->load.prefill_tokens_per_s;
     if (pace == 0) return TD_COST_UNKNOWN;
-    return us_for(decode->prefill_tokens + q->n_local, pace) + us_for(q->n_local, pace) * decode->load.n_running;
+    /* Its report is up to a heartbeat old. */
+    uint32_t n_running = decode->load.n_running > decode->n_requests ? decode->load.n_running : decode->n_requests;
+    return us_for(decode->prefill_tokens + q->n_local, pace) + us_for(q->n_local, pace) * n_running;
 }
