@@ -10,9 +10,6 @@ extern const struct td_api_endpoint td_api_completions;                    /* ap
 extern const struct td_api_endpoint td_api_tokenize, td_api_detokenize;    /* api_tokens.c */
 enum td_status td_api_add_models(struct td_router *ro, struct td_http *h); /* api_models.c: routes of GET */
 
-/* api_input.c: "instructions" and "input" of Responses -> o->chat.messages. */
-void td_api_read_input(struct td_order *o, struct td_fields *f);
-
 /* JSON -> api->endpoint->read. api->order owns the document afterwards. Any thread. */
 enum td_status td_api_read_body(struct td_api_call *api, const struct td_buf *body, struct td_err *err);
 

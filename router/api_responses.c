@@ -104,7 +104,7 @@ static void read(struct td_api_call *call, struct td_fields *f)
     o->chat_field = "input";
     td_fields_refuse(f, refusals, sizeof refusals / sizeof refusals[0]);
     td_api_read_options(o, f);
-    td_api_read_input(o, f);
+    td_chat_json_input(f, &o->arena, &o->chat);
     td_api_read_tools(o, f, true);
     read_reasoning(o, f);
     td_fields_u32(f, "max_output_tokens", 1, INT32_MAX, &o->stop.max_tokens);

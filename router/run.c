@@ -53,23 +53,6 @@ static void begin_requests(struct td_run *run);
 
 /* --- the prompts: any thread -------------------------------------------------------------------------------------- */
 
-static enum td_status render(struct td_run *run, const struct td_chat_conversation *chat, struct td_token_list *ids)
-{
-    const struct td_order *o = &run->order;
-    const struct td_chat_format *f = run->router->format;
-    bool forces = o->tool_choice == TD_TOOL_CHOICE_REQUIRED || o->tool_choice == TD_TOOL_CHOICE_NAMED;
-    enum td_status st = f->render(f, chat, ids, &run->encode_err);
-    if (st != TD_OK || !forces) return st;
-    if (f->force_call == NULL)
-        return td_err_set(&run->encode_err, TD_E_UNIMPLEMENTED, "tool_choice: the chat format has no tool calls");
-    const char *name = o->tool_choice == TD_TOOL_CHOICE_NAMED ? o->tool_name : NULL;
-    if (name == NULL && o->chat.n_tools == 1) name = o->chat.tools[0].name.p;
-    size_t n = ids->n;
-    st = f->force_call(f, name, ids, &run->encode_err);
-    run->n_forced = (uint32_t)(ids->n - n);
-    return st;
-}
-
 static void encode(struct td_run *run)
 {
     const struct td_order *o = &run->order;
@@ -80,7 +63,7 @@ static void encode(struct td_run *run)
         if (o->is_chat) {
             struct td_chat_conversation chat = o->chat;
             if (chat.current_date == NULL) chat.current_date = run->date;
-            st = render(run, &chat, ids);
+            st = td_chat_prompt(ro->format, &chat, o->tool_choice, o->tool_name, ids, &run->n_forced, &run->encode_err);
         } else if (o->prompts[i].ids != NULL) {
             td_token_list_append(ids, o->prompts[i].ids, o->prompts[i].n_ids);
         } else {

@@ -64,3 +64,22 @@ enum td_status td_chat_format_open(const char *name, const struct td_tokenizer *
     }
     return td_err_set(err, TD_E_NOT_FOUND, "no chat format \"%s\"; there are auto, harmony and plain", name);
 }
+
+enum td_status td_chat_prompt(const struct td_chat_format *f, const struct td_chat_conversation *c,
+                              enum td_tool_choice choice, const char *name, struct td_token_list *out,
+                              uint32_t *n_forced_out, struct td_err *err)
+{
+    size_t n_before = out->n;
+    *n_forced_out = 0;
+    enum td_status st = f->render(f, c, out, err);
+    if (st != TD_OK || (choice != TD_TOOL_CHOICE_REQUIRED && choice != TD_TOOL_CHOICE_NAMED)) return st;
+    if (f->force_call == NULL) {
+        out->n = n_before;
+        return td_err_set(err, TD_E_UNIMPLEMENTED, "tool_choice: the chat format has no tool calls");
+    }
+    if (choice == TD_TOOL_CHOICE_REQUIRED) name = c->n_tools == 1 ? c->tools[0].name.p : NULL;
+    size_t n = out->n;
+    st = f->force_call(f, name, out, err);
+    *n_forced_out = (uint32_t)(out->n - n);
+    return st;
+}

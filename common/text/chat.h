@@ -58,6 +58,13 @@ struct td_chat_tool {
     const struct json_t *parameters;  /* JSON schema (jansson), or NULL */
 };
 
+enum td_tool_choice {
+    TD_TOOL_CHOICE_AUTO,
+    TD_TOOL_CHOICE_NONE,     /* the conversation's tools are left out */
+    TD_TOOL_CHOICE_REQUIRED, /* some tool must be called */
+    TD_TOOL_CHOICE_NAMED,    /* a certain one must be called */
+};
+
 struct td_chat_response_format {
     struct td_text name, description, schema; /* schema: compact JSON; absent: no such format */
 };
@@ -159,5 +166,11 @@ static inline void td_chat_format_destroy(struct td_chat_format *f)
 {
     if (f != NULL) f->destroy(f);
 }
+
+/* The prompt of a conversation; with a choice that demands a call (name: with NAMED) its beginning follows,
+ * *n_forced_out ids: the answer begins with them. As render, and UNIMPLEMENTED: the format has no calls. */
+enum td_status td_chat_prompt(const struct td_chat_format *f, const struct td_chat_conversation *c,
+                              enum td_tool_choice choice, const char *name, struct td_token_list *out,
+                              uint32_t *n_forced_out, struct td_err *err);
 
 #endif

@@ -9,16 +9,11 @@
 #include "common/text/chat.h"
 #include "common/text/fields.h"
 
-enum td_tool_choice {
-    TD_TOOL_CHOICE_AUTO,
-    TD_TOOL_CHOICE_NONE,     /* the conversation's tools are left out */
-    TD_TOOL_CHOICE_REQUIRED, /* some tool must be called */
-    TD_TOOL_CHOICE_NAMED,    /* a certain one must be called */
-};
-
 /* "messages" of Chat Completions. A tool's answer names the call it answers by id; the function's name, which the model
  * sees, is looked up among all calls, those before it first. */
 void td_chat_json_messages(struct td_fields *f, struct td_arena *a, struct td_chat_conversation *out);
+/* "instructions" and "input" of Responses: a text, or items as earlier responses gave them, one message each. */
+void td_chat_json_input(struct td_fields *f, struct td_arena *a, struct td_chat_conversation *out);
 /* "tools": [{"type":"function","function":{...}}], or with is_flat (Responses) the function's fields beside type; and
  * "tool_choice". After it, out->tools are those that are offered. *name_out: the function's, with CHOICE_NAMED. */
 void td_chat_json_tools(struct td_fields *f, struct td_arena *a, bool is_flat, struct td_chat_conversation *out,

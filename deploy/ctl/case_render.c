@@ -7,6 +7,7 @@
 
 /* --- Chat Completions --------------------------------------------------------------------------------------------- */
 
+/* A body with "input" is a Responses request. */
 static enum td_status render_request(const struct td_chat_format *f, const json_t *request, const char *date,
                                      struct td_token_list *out, struct td_err *err)
 {
@@ -14,13 +15,24 @@ static enum td_status render_request(const struct td_chat_format *f, const json_
     struct td_arena arena = {0};
     enum td_tool_choice choice;
     const char *name = NULL;
+    uint32_t n_forced;
+    bool is_responses = json_object_get(request, "input") != NULL;
     struct td_fields fields = td_fields_open(request, err, "%s", "");
-    td_chat_json_messages(&fields, &arena, &c);
-    td_chat_json_tools(&fields, &arena, false, &c, &choice, &name);
-    td_chat_json_effort(&fields, "reasoning_effort", &c.effort);
-    td_chat_json_response_format(&fields, &arena, &c.response_format);
+    if (is_responses)
+        td_chat_json_input(&fields, &arena, &c);
+    else
+        td_chat_json_messages(&fields, &arena, &c);
+    td_chat_json_tools(&fields, &arena, is_responses, &c, &choice, &name);
+    if (!is_responses) {
+        td_chat_json_effort(&fields, "reasoning_effort", &c.effort);
+        td_chat_json_response_format(&fields, &arena, &c.response_format);
+    } else if (fields.st == TD_OK && td_fields_get(&fields, "reasoning") != NULL) {
+        struct td_fields reasoning = td_fields_open(td_fields_get(&fields, "reasoning"), err, "reasoning");
+        td_chat_json_effort(&reasoning, "effort", &c.effort);
+        fields.st = reasoning.st;
+    }
     enum td_status st = fields.st;
-    if (st == TD_OK) st = f->render(f, &c, out, err);
+    if (st == TD_OK) st = td_chat_prompt(f, &c, choice, name, out, &n_forced, err);
     td_arena_free(&arena);
     return st;
 }

@@ -7,10 +7,10 @@
 
 #include "common/text/chat.h"
 
-/* Appends the prompt's ids. What c may be:
- *   {"request": ..., "date": ...}     a Chat Completions request
+/* Appends the prompt's ids, and the beginning of a call that the tool choice demands. What c may be:
+ *   {"request": ..., "date": ...}     a request of Chat Completions, or of Responses if it has "input"
  *   {"mode": ..., "messages": ...}    messages as harmony knows them; "auto_drop" true unless it says otherwise
- *   anything else                     a Chat Completions request itself
+ *   anything else                     such a request itself
  * date: unless c has one; NULL: no date line. */
 enum td_status td_case_render(const struct td_chat_format *f, json_t *c, const char *date, struct td_token_list *out,
                               struct td_err *err);

@@ -270,8 +270,8 @@ static int parse_main(int argc, char **argv)
 const struct td_command td_ctl_render = {
     "render", "CASE.json",
     "Prints the exact prompt of a conversation, text and token ids, as JSON; needs no cluster.\n"
-    "CASE.json is a Chat Completions request, or a case as tests/cases/harmony-cases.json has them, or several; - is\n"
-    "standard input.",
+    "CASE.json is a request of Chat Completions or Responses, or a case as tests/cases/harmony-cases.json has them, or\n"
+    "several; - is standard input.",
     render_main};
 const struct td_command td_ctl_parse = {
     "parse", "[CASE.json]",

@@ -59,6 +59,30 @@ def test_a_bare_request_is_rendered_with_the_date_given():
     assert out["text"] == case["text"]
 
 
+def test_a_request_of_responses_is_rendered_too():
+    chat = {"messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Weather?"},
+                         {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]},
+                         {"role": "tool", "tool_call_id": "c", "content": "4"}], "reasoning_effort": "low",
+            "tools": [{"type": "function", "function": {"name": "f"}}]}
+    responses = {"instructions": "Be brief.", "input": [
+        {"role": "user", "content": "Weather?"}, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "4"}], "reasoning": {"effort": "low"},
+        "tools": [{"type": "function", "name": "f"}]}
+    a, b = (one("render", "--model", MODEL, "-", stdin=json.dumps(r)) for r in (chat, responses))
+    assert a["ids"] == b["ids"] and "type f = () => any;" in a["text"] and "Reasoning: low" in a["text"]
+    assert one("render", "--model", MODEL, "-", stdin=json.dumps({"request": responses}))["ids"] == a["ids"]
+
+
+def test_a_call_that_is_demanded_has_begun():
+    request = {"messages": [{"role": "user", "content": "Hi"}], "tools": [
+        {"type": "function", "function": {"name": n}} for n in ("f", "g")]}
+    free = one("render", "--model", MODEL, "-", stdin=json.dumps(request))["text"]
+    for choice in ({"type": "function", "function": {"name": "g"}}, "required"):
+        text = one("render", "--model", MODEL, "-", stdin=json.dumps({**request, "tool_choice": choice}))["text"]
+        assert text.startswith(free + "<|channel|>commentary to=functions")
+        assert text.endswith(".g <|constrain|>json<|message|>") == (choice != "required")
+
+
 def test_a_prompt_goes_to_ids_and_back():
     out = one("render", "--model", MODEL, "-", stdin=json.dumps({"messages": [{"role": "user", "content": "<|end|> is a token"}]}))
     back = one("detokenize", "--model", MODEL, "--special", "--token-ids", ",".join(map(str, out["ids"])))

@@ -1,11 +1,11 @@
 /* The input of Responses: a text, or items as earlier responses gave them, as messages of a conversation. Each item
  * becomes one message; a function's result finds its function among the calls before it. */
-#include "router/api_int.h"
+#include "common/text/chat_json.h"
 
 #define MAX_ITEMS 100000u
 
 struct reader {
-    struct td_order *order;
+    struct td_arena *arena;
     struct td_chat_message *messages;
     size_t n_messages;
     struct td_chat_call *calls; /* one per function_call; ids beside it */
@@ -33,7 +33,7 @@ static void read_message(struct reader *rd, struct td_fields *f)
     else if (!td_chat_role_parse(name, &role) || role == TD_CHAT_TOOL)
         td_fields_fail(f, TD_E_INVALID, "role", "\"%.40s\" is none of user, assistant, system, developer", name);
     struct td_chat_message *m = add(rd, role);
-    td_chat_json_content(f, &rd->order->arena, "content", role == TD_CHAT_ASSISTANT ? assistant_part_types : part_types,
+    td_chat_json_content(f, rd->arena, "content", role == TD_CHAT_ASSISTANT ? assistant_part_types : part_types,
                          &m->parts, &m->n_parts);
     if (m->parts == NULL) td_fields_fail(f, TD_E_INVALID, "content", "must be given");
 }
@@ -43,10 +43,10 @@ static void read_reasoning(struct reader *rd, struct td_fields *f)
 {
     const struct td_text *parts = NULL;
     size_t n_parts = 0, n = 0;
-    td_chat_json_content(f, &rd->order->arena, "content", reasoning_types, &parts, &n_parts);
+    td_chat_json_content(f, rd->arena, "content", reasoning_types, &parts, &n_parts);
     for (size_t i = 0; i < n_parts; i++) n += parts[i].n + 1;
     if (f->st != TD_OK || n <= n_parts) return;
-    char *text = td_order_alloc(rd->order, n, 1);
+    char *text = td_arena_alloc(rd->arena, n, 1);
     if (text == NULL) {
         td_fields_no_memory(f);
         return;
@@ -79,7 +79,7 @@ static void read_result(struct reader *rd, struct td_fields *f)
     struct td_text id = {NULL, 0};
     struct td_chat_message *m = add(rd, TD_CHAT_TOOL);
     if (!td_fields_text(f, "call_id", &id)) td_fields_fail(f, TD_E_INVALID, "call_id", "must be given");
-    td_chat_json_content(f, &rd->order->arena, "output", part_types, &m->parts, &m->n_parts);
+    td_chat_json_content(f, rd->arena, "output", part_types, &m->parts, &m->n_parts);
     if (m->parts == NULL) td_fields_fail(f, TD_E_INVALID, "output", "must be given");
     if (f->st != TD_OK) return;
     for (size_t i = rd->n_calls; i-- > 0;) { /* the latest, should ids repeat */
@@ -122,7 +122,7 @@ static void read_instructions(struct reader *rd, struct td_fields *f)
 {
     struct td_text text;
     if (!td_fields_text(f, "instructions", &text)) return;
-    struct td_text *part = td_order_alloc(rd->order, 1, sizeof *part);
+    struct td_text *part = td_arena_alloc(rd->arena, 1, sizeof *part);
     if (part == NULL) {
         td_fields_no_memory(f);
         return;
@@ -133,7 +133,7 @@ static void read_instructions(struct reader *rd, struct td_fields *f)
     m->n_parts = 1;
 }
 
-void td_api_read_input(struct td_order *o, struct td_fields *f)
+void td_chat_json_input(struct td_fields *f, struct td_arena *a, struct td_chat_conversation *out)
 {
     const json_t *input = f->st == TD_OK ? td_fields_get(f, "input") : NULL;
     size_t n = json_is_array(input) ? json_array_size(input) : 1;
@@ -146,10 +146,10 @@ void td_api_read_input(struct td_order *o, struct td_fields *f)
     else if (n > MAX_ITEMS)
         td_fields_fail(f, TD_E_INVALID, "input", "%zu items are more than %u", n, MAX_ITEMS);
     if (f->st != TD_OK) return;
-    struct reader rd = {.order = o};
-    rd.messages = td_order_alloc(o, n + 1, sizeof *rd.messages);
-    rd.calls = td_order_alloc(o, n, sizeof *rd.calls);
-    rd.call_ids = td_order_alloc(o, n, sizeof *rd.call_ids);
+    struct reader rd = {.arena = a};
+    rd.messages = td_arena_alloc(a, n + 1, sizeof *rd.messages);
+    rd.calls = td_arena_alloc(a, n, sizeof *rd.calls);
+    rd.call_ids = td_arena_alloc(a, n, sizeof *rd.call_ids);
     if (rd.messages == NULL || rd.calls == NULL || rd.call_ids == NULL) {
         td_fields_no_memory(f);
         return;
@@ -157,11 +157,11 @@ void td_api_read_input(struct td_order *o, struct td_fields *f)
     read_instructions(&rd, f);
     if (json_is_string(input)) {
         struct td_chat_message *m = add(&rd, TD_CHAT_USER);
-        td_chat_json_content(f, &o->arena, "input", part_types, &m->parts, &m->n_parts);
+        td_chat_json_content(f, a, "input", part_types, &m->parts, &m->n_parts);
     }
     for (size_t i = 0; json_is_array(input) && i < n && f->st == TD_OK; i++)
         read_item(&rd, f, json_array_get(input, i), i);
     if (f->st == TD_OK && rd.n_messages == 0) td_fields_fail(f, TD_E_INVALID, "input", "holds no message");
-    o->chat.messages = rd.messages;
-    o->chat.n_messages = f->st == TD_OK ? rd.n_messages : 0;
+    out->messages = rd.messages;
+    out->n_messages = f->st == TD_OK ? rd.n_messages : 0;
 }
