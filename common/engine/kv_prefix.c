@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "common/base/check.h"
+#include "common/base/fault.h"
 #include "common/base/list.h"
 #include "common/base/mem.h"
 #include "common/base/token_chain.h"
@@ -21,6 +22,7 @@ struct node {
     uint64_t hash[2];
     uint32_t parent, first_child, prev_sibling, next_sibling; /* NONE: a root's parent, none */
     uint32_t next_in_bucket;                                  /* also of the free list */
+    uint64_t use;                                             /* rises; 0: free */
     uint32_t page[TD_KV_N_GROUPS];                            /* sliding: TD_NO_PAGE if not kept */
     bool is_rolling; /* its sliding page is kept for a sequence that is being decoded, and goes as that moves on */
     struct td_list idle[TD_KV_N_GROUPS];
@@ -33,6 +35,7 @@ struct td_kv_prefix {
     struct node *nodes;
     uint32_t *tokens; /* [node][page_tokens] */
     uint32_t n_nodes, n_used, first_free;
+    uint64_t n_uses;
     uint32_t *buckets; /* first node */
     uint32_t n_buckets;
     uint32_t first_root;               /* children of nothing */
@@ -49,6 +52,7 @@ static uint32_t *tokens_of(const struct td_kv_prefix *p, uint32_t n) { return p-
 static void chain_hash(const struct td_kv_prefix *p, const uint64_t before[2], const uint32_t *tokens, uint64_t out[2])
 {
     td_token_chain(before, tokens, p->page_tokens, out);
+    if (td_fault_hit(TD_FAULT_PREFIX_COLLISION)) out[0] = out[1] = 1;
 }
 
 /* For td_kv_prefix_tell: the newest changes; the lowest bit says that the block went. */
@@ -114,6 +118,7 @@ static uint32_t add(struct td_kv_prefix *p, const uint64_t hash[2], uint32_t par
                         .prev_sibling = NONE,
                         .next_sibling = *siblings,
                         .next_in_bucket = *bucket,
+                        .use = ++p->n_uses,
                         .page = {TD_NO_PAGE, TD_NO_PAGE}};
     for (int g = 0; g < TD_KV_N_GROUPS; g++) td_list_init(&nd->idle[g]);
     if (*siblings != NONE) p->nodes[*siblings].prev_sibling = n;
@@ -136,6 +141,7 @@ static void remove_leaf(struct td_kv_prefix *p, uint32_t n)
     uint32_t *at = bucket_of(p, nd->hash);
     while (*at != n) at = &p->nodes[*at].next_in_bucket;
     *at = nd->next_in_bucket;
+    nd->use = 0;
     nd->next_in_bucket = p->first_free;
     p->first_free = n;
     p->n_used--;
@@ -325,6 +331,8 @@ static void find(struct td_kv_prefix *p, const uint32_t *tokens, uint32_t n_toke
     if (n_blocks > 0) {
         memcpy(out->chain.hash, p->nodes[last].hash, sizeof out->chain.hash);
         out->chain.n_blocks = n_blocks;
+        out->chain.node = last;
+        out->chain.node_use = p->nodes[last].use;
         hold(p, last, n_blocks - 1, out->first_sliding, holder, pages_out);
     }
 }
@@ -398,23 +406,15 @@ static void roll(struct td_kv_prefix *p, uint32_t n)
     }
 }
 
-/* The node of the last block that c has entered, NONE if it was evicted since. */
-static uint32_t last_of(const struct td_kv_prefix *p, const struct td_kv_chain *c, const uint32_t *tokens)
-{
-    const uint32_t *block = tokens + (size_t)(c->n_blocks - 1) * p->page_tokens;
-    for (uint32_t n = *bucket_of(p, c->hash); n != NONE; n = p->nodes[n].next_in_bucket)
-        if (is_same(p, n, c->hash, p->nodes[n].parent, block)) return n;
-    return NONE;
-}
-
 void td_kv_prefix_enter(struct td_kv_prefix *p, struct td_kv_chain *c, const uint32_t *tokens, uint32_t n_tokens,
                         const uint32_t *const pages[TD_KV_N_GROUPS])
 {
     uint32_t end = n_tokens / p->page_tokens, n = NONE;
     if (c->n_blocks >= end) return;
     if (c->n_blocks > 0) {
-        n = last_of(p, c, tokens);
-        if (n == NONE) { /* it went behind a block of somebody else: from the start again */
+        n = c->node;
+        if (p->nodes[n].use != c->node_use) { /* it went behind a block of somebody else: from the start again */
+            n = NONE;
             c->n_blocks = 0;
             c->hash[0] = c->hash[1] = 0;
         }
@@ -433,6 +433,8 @@ void td_kv_prefix_enter(struct td_kv_prefix *p, struct td_kv_chain *c, const uin
         }
         n = known;
         memcpy(c->hash, hash, sizeof hash);
+        c->node = n;
+        c->node_use = p->nodes[n].use;
         if (is_worth_keeping(c, b + 1))
             keep_window(p, n, b, false, pages[TD_KV_SLIDING]);
         else if (b + 1 > c->prompt_blocks)

@@ -36,6 +36,8 @@ void td_kv_prefix_destroy(struct td_kv_prefix *p); /* its pages are free as any 
 struct td_kv_chain {
     uint64_t hash[2];
     uint32_t n_blocks;
+    uint32_t node; /* of the last block, and which use of it: it may be evicted meanwhile */
+    uint64_t node_use;
     uint32_t prompt_blocks; /* whole ones of the prompt: that boundary is kept */
     uint32_t branch_blocks; /* where the find stopped, 0: nowhere: kept as well */
 };

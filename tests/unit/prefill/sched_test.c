@@ -129,8 +129,8 @@ static uint32_t compute(const struct td_prefill_sched *s, uint32_t chunk, const 
 static void what_is_known_of_a_prompt_is_not_computed_again(void **state)
 {
     (void)state;
-    uint32_t tokens[300], n_chunks;
-    for (uint32_t i = 0; i < 300; i++) tokens[i] = i;
+    uint32_t tokens[19 * P], n_chunks;
+    for (uint32_t i = 0; i < 19 * P; i++) tokens[i] = i;
     /* With no sliding page more than a chunk needs, so that the page to copy is in the way. */
     for (uint32_t chunk = 16; chunk <= 64; chunk += 16) {
         uint32_t n_sliding = td_prefill_sched_sliding_compute(32, chunk, P);
@@ -143,7 +143,7 @@ static void what_is_known_of_a_prompt_is_not_computed_again(void **state)
         assert_int_equal(compute(&s, chunk, tokens, 200, &n_chunks), 96);
         assert_int_equal(n_chunks, (104 + chunk - 1) / chunk);
         /* Needs every page: nothing known is in its way. */
-        for (uint32_t i = 0; i < 300; i++) tokens[i] += 1000;
+        for (uint32_t i = 0; i < 19 * P; i++) tokens[i] += 1000;
         assert_int_equal(compute(&s, chunk, tokens, 19 * P, &n_chunks), 0);
         assert_int_equal(td_kv_pages_n_free(s.pages, TD_KV_SLIDING), n_sliding);
         assert_int_equal(td_kv_pages_n_free(s.pages, TD_KV_FULL), 19);

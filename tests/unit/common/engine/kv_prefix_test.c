@@ -288,13 +288,12 @@ static uint32_t below(struct dice *d, uint32_t n) { return (uint32_t)(td_rng_uni
 
 /* Many sequences of a few families, in pools that are too small, some given up on their way: contents are checked at
  * every step, and in the end every page is free. */
-static void whatever_happens_contents_are_right_and_no_page_leaks(void **state)
+static void run_many(uint64_t n_seeds)
 {
-    (void)state;
     enum { N = 6 };
     struct seq *q = calloc(N, sizeof *q);
     uint64_t hits = 0, evictions = td_metric_count(TD_M_prefix_evicted_pages);
-    for (uint64_t seed = 1; seed <= 40; seed++) {
+    for (uint64_t seed = 1; seed <= n_seeds; seed++) {
         struct dice rng = {.seed = seed};
         struct cache c = make(20 + below(&rng, 60), 60 + below(&rng, 100));
         memset(q, 0, N * sizeof *q);
@@ -378,6 +377,21 @@ static void who_missed_too_much_is_told_everything(void **state)
     unmake(&c);
 }
 
+static void whatever_happens_contents_are_right_and_no_page_leaks(void **state)
+{
+    (void)state;
+    run_many(40);
+}
+
+/* The name finds a block, its tokens and those before it make sure. */
+static void blocks_of_one_name_are_told_apart_by_their_tokens(void **state)
+{
+    (void)state;
+    td_fault_arm(TD_FAULT_PREFIX_COLLISION, 0, UINT32_MAX);
+    run_many(10);
+    td_fault_disarm_all();
+}
+
 static void create_survives_any_failed_allocation(void **state)
 {
     (void)state;
@@ -407,6 +421,7 @@ int main(void)
         cmocka_unit_test(whatever_happens_contents_are_right_and_no_page_leaks),
         cmocka_unit_test(a_router_that_is_told_knows_what_is_there),
         cmocka_unit_test(who_missed_too_much_is_told_everything),
+        cmocka_unit_test(blocks_of_one_name_are_told_apart_by_their_tokens),
         cmocka_unit_test(create_survives_any_failed_allocation),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
