@@ -369,7 +369,7 @@ static bool is_excused(const struct sim_cluster *c, const struct sim_client *k)
     case TD_E_DEADLINE:
         /* The clock of a process that it was at jumped past its deadline; or its COMPLETE was lost, which nobody but
          * its deadline tells. */
-        return k->deadline_ns > 0 || c->n_struck[SIM_JUMP] > 0 || c->n_struck[SIM_LOSE] > 0;
+        return k->deadline_ns > 0 || c->n_struck[SIM_JUMP] > 0 || c->n_losses > 0;
     case TD_E_PEER_LOST:
     case TD_E_TARGET_LOST:
     case TD_E_UNAVAILABLE:

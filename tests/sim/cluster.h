@@ -78,6 +78,7 @@ struct sim_cluster {
     void (*on_moment)(struct sim_cluster *c, enum sim_moment m, uint32_t a, uint32_t b);
     void *plot;
     uint64_t last_silence_ns; /* when a worker stood still or lost messages last */
+    uint32_t n_losses;        /* times that transfer messages began to be lost */
     uint32_t n_struck[16];    /* troubles by kind (trouble.h) */
 };
 

@@ -50,11 +50,13 @@ static void lose_none(struct td_timer *t)
 static void lose_messages(struct sim_trouble *tr)
 {
     struct td_xfer_memory_trouble m = tr->place->shape.trouble;
-    tr->place->is_losing = true;
-    if (tr->amount % 2 == 0)
+    if (tr->amount % 2 == 0) {
         m.lose_message_ppm = 300000;
-    else
+        tr->place->is_losing = true;
+        tr->plot->cluster->n_losses++;
+    } else {
         m.double_message_ppm = 300000;
+    }
     td_xfer_memory_set_trouble(tr->place->now->worker->xfer, &m);
 }
 
