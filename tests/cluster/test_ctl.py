@@ -115,7 +115,8 @@ def test_chat_shows_reasoning_apart_from_the_answer(up):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("thinking: ") and "85" in lines[-1] and not lines[-1].startswith("thinking")
-    assert "KV moved: " in done.stderr and "UCX" in done.stderr and "tokens/s" in done.stderr
+    assert "KV moved: " in done.stderr and "tokens/s" in done.stderr
+    assert "UCX" in done.stderr or "KV moved: 0 B" in done.stderr   # a decode worker that knows the beginning needs no other
     assert "<|" not in done.stdout
 
 
