@@ -302,6 +302,14 @@ static Tandem__V1__Stop stop_of(const struct td_run *run)
     return stop;
 }
 
+/* What the client calls its request; further choices have a number behind that, if there is room. NULL: make one up. */
+static const char *name_of(const struct td_order *o, uint32_t index, char out[TD_ROUTER_ID_MAX + 1])
+{
+    if (o->request_id == NULL || index == 0) return o->request_id;
+    int n = snprintf(out, TD_ROUTER_ID_MAX + 1, "%s-%u", o->request_id, index);
+    return n > 0 && n <= (int)TD_ROUTER_ID_MAX ? out : NULL;
+}
+
 /* Every choice draws from a seed of its own, which follows from the order's. */
 static enum td_status prepare(struct td_run *run, struct served *s, uint32_t index, struct td_err *err)
 {
@@ -315,7 +323,8 @@ static enum td_status prepare(struct td_run *run, struct served *s, uint32_t ind
     s->request.deadline_ns = o->deadline_ns;
     if (o->deadline_ns == TD_NEVER_NS)
         s->request.deadline_ns = ro->env->now_ns(ro->env) + ro->cfg.request_timeout * TD_NS_PER_MS;
-    TD_TRY(td_params_set_id(&s->request, o->request_id, ro->env->random(ro->env), err));
+    char id[TD_ROUTER_ID_MAX + 1];
+    TD_TRY(td_params_set_id(&s->request, name_of(o, index, id), ro->env->random(ro->env), err));
     Tandem__V1__Sampling sampling = o->sampling;
     sampling.seed += index % o->n_choices;
     Tandem__V1__Stop stop = stop_of(run);

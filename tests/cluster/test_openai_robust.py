@@ -1,7 +1,9 @@
 """The JSON API against clients that misbehave, hang up, read slowly or come in crowds; and what it says when it cannot serve."""
 import http.client
 import json
+import os
 import random
+import shutil
 import signal
 import socket
 import threading
@@ -9,6 +11,7 @@ import threading
 import pytest
 
 from conftest import Daemon, http_get, metrics_of, wait_until
+from fake_workers import FakeDecode, FakePrefill
 
 CHAT = "/v1/chat/completions"
 SUM = [{"role": "user", "content": "What is 47 + 38?"}]
@@ -418,6 +421,44 @@ def test_many_streams_at_once_are_all_served(fleet):
     for t in threads:
         t.join()
     assert done == [True] * n
+
+
+class ScriptedFleet:
+    """A real router held to one core, and workers that give every request a token at each step."""
+    model = "tiny-model"
+
+    def __init__(self, directory):
+        one_core = ("taskset", "-c", str(min(os.sched_getaffinity(0)))) if shutil.which("taskset") else ()
+        self.router = Daemon(directory, "router", "router", "--max-queue", "100000", wrap=one_core)
+        self.prefill, self.decode = [FakePrefill(self, "prefill")], [FakeDecode(self, "decode")]
+        wait_until("both have joined", lambda: metrics_of(self.router.http)["tandem_workers_decode"] == 1 and
+                   metrics_of(self.router.http)["tandem_workers_prefill"] == 1)
+
+    def stop(self):
+        for worker in self.prefill + self.decode:
+            worker.stop()
+        return self.router.stop()
+
+
+def test_five_hundred_streams_at_once_are_all_served_by_one_core(tmp_path):
+    fleet = ScriptedFleet(tmp_path)
+    fleet.decode[0].step_seconds, fleet.decode[0].tokens_per_step = 0.03, 0
+    body = {"prompt": [1, 2, 3], "stream": True, "max_tokens": 100, "ignore_eos": True}
+    try:
+        sockets = [connect(fleet.router.http, 120) for _ in range(500)]
+        for s in sockets:
+            s.sendall(request_bytes("/v1/completions", body))
+        wait_until("all are being served", lambda: fleet.router.statez()["state"]["running"] == 500, 60)
+        fleet.decode[0].tokens_per_step = 1
+        for s in sockets:
+            status, _, raw = answer(s)
+            events = raw.decode().split("\n\n")
+            assert status == 200 and events[-2] == "data: [DONE]" and '"finish_reason":"length"' in events[-3]
+            s.close()
+        wait_until("nobody is left", lambda: fleet.router.statez()["state"]["clients"] == 0)
+        assert metrics_of(fleet.router.http)["tandem_http_clients_dropped_total"] == 0
+    finally:
+        assert fleet.stop() == 0
 
 
 def test_a_lost_worker_ends_the_answer_and_not_the_router(new_fleet):
