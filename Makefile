@@ -229,7 +229,7 @@ $(GPU_TREE)/.data: tests/kernels/run tests/tiny/goldens.json $(wildcard tests/ti
 	$(Q)cp -r tests/tiny/tiny-model tests/tiny/goldens.json $(GPU_TREE)/tests/tiny/
 	$(Q)cp tests/kernels/run tests/kernels/peer.py $(GPU_TREE)/ && touch $@
 .PHONY: gpu-tree
-gpu-tree: $(GPU_TREE)/bin/cuda_test $(GPU_TREE)/bin/cuda_bench $(GPU_TREE)/lib/libtandem-cuda.so $(GPU_TREE)/.data
+gpu-tree: $(GPU_TREE)/bin/cuda_test $(GPU_TREE)/bin/experts_test $(GPU_TREE)/bin/cuda_bench $(GPU_TREE)/lib/libtandem-cuda.so $(GPU_TREE)/.data
 endif
 .PHONY: test-gpu
 test-gpu: $(if $(NVCC),gpu-tree) ## check the CUDA kernels; without a GPU, make the folder build/gpu to run on one

@@ -74,7 +74,9 @@ enum td_weight_source {
 
 enum td_row_order {
     TD_ROWS_PLAIN,
-    TD_ROWS_GATE_UP /* rows 2i and 2i + 1 are gate and up of unit i; the backend may reorder them */
+    TD_ROWS_GATE_UP, /* an expert's first matrix: rows 2i and 2i + 1 are gate and up of unit i; the backend may reorder
+                      * them and hold them in fewer bits (struct td_device_options, experts) */
+    TD_ROWS_DOWN     /* an expert's second: plain order, perhaps in fewer bits */
 };
 
 /* Host sources; reads a window of the stored matrix: rows row_begin.. and columns col_begin.., out and bias_out sized
@@ -88,7 +90,8 @@ struct td_pack_weight_args {
     uint32_t row_begin, col_begin, n_out, n_in; /* in terms of y = x W^T */
     const float *bias;                          /* host, [n_out], file order; NULL: none */
     void *out;
-    float *bias_out; /* NULL exactly when bias is */
+    float *bias_out;     /* NULL exactly when bias is */
+    uint64_t *n_inexact; /* host; elements that the packed form cannot hold exactly are added to it; may be NULL */
 };
 
 struct td_embed_args {

@@ -13,9 +13,14 @@
 struct td_device;
 struct td_stream;
 
+/* How a device holds routed experts. BF16: every device, exact. FP8: E4M3 with a power-of-two scale a tile of 128 x
+ * 128. MXFP4: as released, widened while computing. Both take E4M3 activations. */
+enum td_expert_form { TD_EXPERTS_BF16, TD_EXPERTS_FP8, TD_EXPERTS_MXFP4 };
+
 struct td_device_options {
     const char *backend; /* NULL or "cpu"; "cuda" is a plug-in */
     uint32_t index;      /* of several devices of one kind */
+    enum td_expert_form experts;
     const char
         *cpu_path; /* NULL: the best this processor has; "scalar", "avx2", "avx512" (tests: all give the same bits) */
 };
@@ -72,7 +77,8 @@ struct td_stream {
  * another. */
 #define TD_BACKEND_ENTRY "td_backend_entry"
 #define TD_BACKEND_ABI                                                                                                 \
-    ((uint64_t)sizeof(struct td_backend) << 32 | (uint64_t)sizeof(struct td_attention_args) << 16 |                    \
+    ((uint64_t)sizeof(struct td_backend) << 48 | (uint64_t)sizeof(struct td_attention_args) << 32 |                    \
+     (uint64_t)(sizeof(struct td_device_options) + sizeof(struct td_pack_weight_args)) << 16 |                         \
      sizeof(struct td_moe_args))
 typedef const struct td_backend *td_backend_entry_fn(uint64_t abi);
 

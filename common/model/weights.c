@@ -335,7 +335,7 @@ static enum td_status load_layer(struct loader *l, uint32_t i, struct td_layer_w
     const struct part down = {"down_proj", c->hidden, 0, c->hidden};
     const struct cols units = {c->intermediate, s->first_unit, s->n_units};
     TD_TRY(load_experts(l, name, gate_up.name, gate_up, all, TD_ROWS_GATE_UP, true, &w->gate_up));
-    TD_TRY(load_experts(l, name, down.name, down, units, TD_ROWS_PLAIN, false, &w->down));
+    TD_TRY(load_experts(l, name, down.name, down, units, TD_ROWS_DOWN, false, &w->down));
     snprintf(name, sizeof name, "%smlp.experts.down_proj_bias", layer);
     TD_TRY(load_floats(l, name, c->n_experts, c->hidden, &w->down_bias));
     st = TD_OK;

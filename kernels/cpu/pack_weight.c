@@ -10,7 +10,7 @@
  * if no more than 8 units are left for the last pair, gates and ups share its one panel. */
 static uint32_t packed_col(enum td_row_order order, uint32_t n_out, uint32_t r)
 {
-    if (order == TD_ROWS_PLAIN) return r;
+    if (order != TD_ROWS_GATE_UP) return r;
     uint32_t unit = r / 2, n_units = n_out / 2, first = unit / TD_LANES * TD_LANES;
     uint32_t to_up = td_cpu_is_half_pair(n_units - first) ? TD_LANES / 2 : TD_LANES;
     return 2 * first + (r % 2) * to_up + unit - first;

@@ -24,6 +24,7 @@ extern "C" {
 struct td_cuda_device {
     struct td_device base;
     int index, n_sms;
+    enum td_expert_form experts;
     cudaStream_t copies; /* of td_device_upload and download */
 };
 
@@ -62,6 +63,10 @@ enum td_status td_cuda_sample(struct td_stream *s, const struct td_sample_args *
 
 /* Scratch of moe. */
 size_t td_cuda_moe_scratch_bytes(const struct td_scratch_shape *s);
+size_t td_cuda_moe_fp8_scratch_bytes(const struct td_scratch_shape *s);
+/* moe and pack_weight for experts in FP8 or MXFP4. */
+enum td_status td_cuda_moe_fp8(struct td_cuda_stream *s, enum td_expert_form form, const struct td_moe_args *a);
+enum td_status td_cuda_pack_expert(struct td_stream *s, enum td_expert_form form, const struct td_pack_weight_args *a);
 
 #define X(op, meaning) enum td_status td_cuda_##op(struct td_stream *s, const struct td_##op##_args *a);
 #include "kernels/ops.def"

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "kernels/cuda/cuda_int.h"
+#include "kernels/expert_format.h"
 
 static const struct td_backend backend;
 
@@ -37,6 +38,7 @@ static enum td_status cuda_open(const struct td_device_options *o, struct td_dev
     d->base.backend = &backend;
     d->index = (int)o->index;
     d->n_sms = p.multiProcessorCount;
+    d->experts = o->experts;
     *out = &d->base;
     return TD_OK;
 }
@@ -96,20 +98,24 @@ static enum td_status cuda_download(struct td_device *d, void *to, const void *f
     return copy_now(d, to, from, bytes, cudaMemcpyDeviceToHost);
 }
 
-/* Row-major as stored. */
+/* Row-major as stored, but for experts in fewer bits. */
 static size_t cuda_packed_bytes(const struct td_device *d, uint32_t n_out, uint32_t n_in, enum td_row_order order,
                                 size_t *bias_out)
 {
-    (void)d;
-    (void)order;
+    enum td_expert_form form = ((const struct td_cuda_device *)(const void *)d)->experts;
+    if (form != TD_EXPERTS_BF16 && order != TD_ROWS_PLAIN) {
+        struct td_expert_layout l = td_expert_layout(form, n_out, n_in);
+        *bias_out = l.n_rows * sizeof(float);
+        return l.bytes;
+    }
     *bias_out = (size_t)n_out * sizeof(float);
     return (size_t)n_out * n_in * TD_BF16_BYTES;
 }
 
 static size_t cuda_scratch_bytes(const struct td_device *d, const struct td_scratch_shape *s)
 {
-    (void)d;
-    return td_cuda_moe_scratch_bytes(s);
+    enum td_expert_form form = ((const struct td_cuda_device *)(const void *)d)->experts;
+    return form == TD_EXPERTS_BF16 ? td_cuda_moe_scratch_bytes(s) : td_cuda_moe_fp8_scratch_bytes(s);
 }
 
 /* ---- streams ---- */

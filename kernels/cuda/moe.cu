@@ -1,9 +1,7 @@
 /* The routed MLP with bf16 weights: router, top k, rows sorted by expert, two grouped products with the activation in the
  * first one's epilogue. All counts stay on the device, so a graph holds for any routing. */
+#include "kernels/cuda/moe_route.cuh"
 #include "kernels/cuda/product.cuh"
-
-#define MAX_EXPERTS  512u
-#define SORT_THREADS 1024
 
 #define SKINNY_MAX_GROUPED 64u /* rows of the batch: an expert has a few of them */
 
@@ -50,63 +48,6 @@ size_t td_cuda_moe_scratch_bytes(const struct td_scratch_shape *s)
 }
 
 /* ---- routing ---- */
-
-/* A warp a row. The highest logit first, the lower expert on a tie; a NaN comes last. */
-static __global__ void route(const float *logits, const float *bias, uint32_t n_rows, uint32_t n_experts, uint32_t top_k,
-                             uint32_t *ids, float *weights)
-{
-    let_next();
-    before();
-    uint32_t row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (row >= n_rows) return;
-    float z[MAX_EXPERTS / 32];
-    uint32_t taken = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < MAX_EXPERTS / 32; i++) {
-        uint32_t e = i * 32 + lane;
-        z[i] = e < n_experts ? logits[(size_t)row * n_experts + e] + bias[e] : 0;
-    }
-    float first = 0, sum = 0, mine = 0;
-    uint32_t my_id = 0;
-    for (uint32_t k = 0; k < top_k; k++) {
-        /* A key that orders as wanted: sign-flipped bits of the logit, then the expert, inverted. */
-        uint64_t best = 0;
-#pragma unroll
-        for (uint32_t i = 0; i < MAX_EXPERTS / 32; i++) {
-            uint32_t e = i * 32 + lane;
-            if (e >= n_experts || (taken >> i & 1)) continue;
-            uint32_t bits = __float_as_uint(z[i] + 0.0f); /* -0 and 0 are equal */
-            bits = z[i] != z[i] ? 0 : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-            uint64_t key = (uint64_t)bits << 32 | (0xffffffffu - e);
-            best = key > best ? key : best;
-        }
-#pragma unroll
-        for (int i = 16; i > 0; i /= 2) {
-            uint64_t other = __shfl_xor_sync(~0u, best, i);
-            best = other > best ? other : best;
-        }
-        uint32_t e = 0xffffffffu - (uint32_t)best;
-        float v = 0;
-#pragma unroll
-        for (uint32_t i = 0; i < MAX_EXPERTS / 32; i++)
-            if (i == e / 32) {
-                v = z[i];
-                if (lane == e % 32) taken |= 1u << i;
-            }
-        v = __shfl_sync(~0u, v, e % 32);
-        if (k == 0) first = v;
-        float w = expf(v - first);
-        sum += w;
-        if (lane == k) {
-            mine = w;
-            my_id = e;
-        }
-    }
-    if (lane < top_k) {
-        ids[(size_t)row * top_k + lane] = my_id;
-        weights[(size_t)row * top_k + lane] = mine / sum;
-    }
-}
 
 /* Block e writes what concerns expert e: where its rows begin, its slots in rising order, its tiles. Every block counts all
  * slots itself: cheaper than another launch. Experts count from e_begin, this rank's first; others' slots are left out. */
@@ -172,15 +113,6 @@ static __global__ void permute(const td_bf16 *x, const uint32_t *order, const ui
     for (uint32_t i = threadIdx.x; i < n_words; i += blockDim.x) row[i] = from[i];
 }
 
-/* -0.0 where another rank has the slot's expert. */
-static __global__ void fill_absent(const uint32_t *ids, float *y, uint32_t hidden, uint32_t e_begin, uint32_t n_experts)
-{
-    let_next();
-    before();
-    if (ids[blockIdx.x] - e_begin < n_experts) return;
-    for (uint32_t i = threadIdx.x; i < hidden; i += blockDim.x) y[(size_t)blockIdx.x * hidden + i] = -0.0f;
-}
-
 /* ---- the op ---- */
 
 /* This rank's experts: [begin, begin + n). Their matrices, and the biases of those, must lie one after another. */
@@ -234,6 +166,8 @@ static enum td_status grouped(const struct td_cuda_stream *s, const struct td_mo
 enum td_status td_cuda_moe(struct td_stream *base, const struct td_moe_args *a)
 {
     struct td_cuda_stream *s = td_cuda_stream_of(base);
+    enum td_expert_form form = td_cuda_device_of(base->device)->experts;
+    if (form != TD_EXPERTS_BF16) return td_cuda_moe_fp8(s, form, a);
     uint32_t slots = a->n_rows * a->top_k;
     struct experts mine, downs;
     if (a->n_experts > MAX_EXPERTS || a->top_k > TD_MAX_TOKEN_EXPERTS || a->top_k > a->n_experts || a->hidden % 8 != 0 ||
@@ -248,8 +182,7 @@ enum td_status td_cuda_moe(struct td_stream *base, const struct td_moe_args *a)
     store_f32 logits = {z.logits, nullptr, a->n_experts};
     enum td_status st = product(s, a->x, &a->router, 0, a->n_experts, a->n_rows, logits, "router");
     if (st != TD_OK) return st;
-    cudaError_t e = launch(route, td_ceil_div(a->n_rows, 4), 128, 0, s->s, z.logits, a->router.bias, a->n_rows,
-                           a->n_experts, a->top_k, a->ids, a->weights);
+    cudaError_t e = launch_route(s->s, z.logits, a->router.bias, a->n_rows, a->n_experts, a->top_k, a->ids, a->weights);
     if (e == cudaSuccess && mine.n < a->n_experts)
         e = launch(fill_absent, slots, 128, 0, s->s, a->ids, a->y, a->hidden, mine.begin, mine.n);
     if (e != cudaSuccess || mine.n == 0) return td_cuda_status(e, "routing");

@@ -67,6 +67,8 @@ static cudaError_t copy_mxfp4(const struct td_pack_weight_args *a, uint8_t *stag
 
 enum td_status td_cuda_pack_weight(struct td_stream *base, const struct td_pack_weight_args *a)
 {
+    enum td_expert_form form = td_cuda_device_of(base->device)->experts;
+    if (form != TD_EXPERTS_BF16 && a->order != TD_ROWS_PLAIN) return td_cuda_pack_expert(base, form, a);
     cudaStream_t s = td_cuda_stream_of(base)->s;
     size_t staging_bytes = 0;
     if (a->source == TD_SRC_BF16_COLS) staging_bytes = (size_t)a->n_out * a->n_in * 2;

@@ -55,6 +55,18 @@ static void a_file_that_is_no_library_is_refused(void **state)
     rmdir(dir);
 }
 
+static void the_cpu_refuses_experts_in_other_forms(void **state)
+{
+    (void)state;
+    for (enum td_expert_form form = TD_EXPERTS_FP8; form <= TD_EXPERTS_MXFP4; form++) {
+        struct td_device *d = NULL;
+        struct td_err err = {0};
+        assert_int_equal(td_device_open(&(struct td_device_options){.experts = form}, &d, &err), TD_E_UNSUPPORTED);
+        assert_null(d);
+        assert_non_null(strstr(err.text, "bf16"));
+    }
+}
+
 static void the_cpu_is_always_there_and_has_no_graphs(void **state)
 {
     (void)state;
@@ -89,6 +101,7 @@ int main(void)
         cmocka_unit_test(a_name_that_is_no_backend_is_refused),
         cmocka_unit_test(a_plug_in_that_is_missing_is_named),
         cmocka_unit_test(a_file_that_is_no_library_is_refused),
+        cmocka_unit_test(the_cpu_refuses_experts_in_other_forms),
         cmocka_unit_test(the_cpu_is_always_there_and_has_no_graphs),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
