@@ -179,7 +179,7 @@ static void the_same_weights_in_another_form_give_the_same_bits(void **state)
         {.unquantised = true},
     };
     float *want = logits_of(TINY_DIR, NULL);
-    for (uint32_t i = 0; i < TD_COUNT(forms); i++) {
+    for (uint32_t i = TINY_IS_SLOW ? TD_COUNT(forms) - 2 : 0; i < TD_COUNT(forms); i++) {
         rewrite(&forms[i]);
         float *have = logits_of(dir, NULL);
         if (memcmp(want, have, 2048 * sizeof *want) != 0) fail_msg("form %u gives other logits", i);
