@@ -136,7 +136,8 @@ static bool port_decode_full(void *self, struct td_request *r)
 {
     (void)self;
     r->decode->is_full = true;
-    return r->decode->n_requests == 1 && r->decode->load.n_running + r->decode->load.n_waiting == 0;
+    const Tandem__V1__Load *l = &r->decode->load;
+    return r->decode->n_requests == 1 && l->n_running + l->n_waiting == 0 && l->quarantined_pages == 0;
 }
 
 static void port_prefilled(void *self, struct td_request *r)

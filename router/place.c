@@ -3,12 +3,13 @@
  *     whichever is larger, since a report is up to a heartbeat old); then the most free pages; then the one chosen
  *     longest ago. One whose prefix cache knows more of the prompt goes before, if it has at most a quarter more
  *     sequences, or two more: that saves transfer, or computing if it computes the prompt itself.
- *   prefill worker: live, not draining, with room for one more. The one that would be done first, by its pace, what it
- *     has to compute, and what its prefix cache knows of the prompt. Where that is much the same, or nothing was
- * measured yet: the one with the fewest runs; then the fewest tokens; then the one chosen longest ago. which of the two
- * computes the prompt: whoever costs less by cost.c, the prefill worker if nothing is known yet. The decode worker if
- * there is no prefill worker at all. If all of them have enough to do and waiting costs less, the request waits. A
- * worker whose engine step has lasted longer than a worker may be silent is taken only if there is no other.
+ *   prefill worker: live, not draining, with room for one more. The one that would be done first, by its pace, what
+ *     it has to compute, and what its prefix cache knows of the prompt. Where that is much the same, or nothing was
+ *     measured yet: the one with the fewest runs; then the fewest tokens; then the one chosen longest ago.
+ *   which of the two computes the prompt: whoever costs less by cost.c, the prefill worker if nothing is known yet.
+ *     The decode worker if there is no prefill worker at all. If all of them have enough to do and waiting costs less,
+ *     the request waits.
+ * A worker whose engine step has lasted longer than a worker may be silent is taken only if there is no other.
  *
  * A request that had to give its pages up comes back where all it needs now is free, and one page more for each
  * sequence that may grow meanwhile; or to a worker that has nothing else, and knows best whether it ever fits.
@@ -49,8 +50,9 @@ static uint32_t n_sequences(const struct td_worker *w)
 /* Tokens of the prompt that w's prefix cache knows, as far as it has told. */
 static uint32_t n_known(const struct td_place_query *q, const struct td_worker *w)
 {
-    uint32_t n = td_prefixes_match(&w->prefixes, q->names, q->n_names);
-    return n * w->identity->descriptor->layout->page_tokens;
+    uint64_t n = td_prefixes_match(&w->prefixes, q->names, q->n_names);
+    n *= w->identity->descriptor->layout->page_tokens;
+    return n < q->n_tokens ? (uint32_t)n : q->n_tokens - 1; /* somebody computes the last */
 }
 
 static bool is_better_decode(const struct td_fleet *f, const struct td_worker *a, const struct td_worker *b)

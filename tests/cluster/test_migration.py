@@ -322,7 +322,7 @@ def test_random_kills_change_no_token(world):
     seconds = float(os.environ.get("CHAOS_SECONDS", "8"))
     n, n_migrated, errors = chaos(world, random.Random(seed), seconds, 6)
     # only what saw two workers die may fail
-    assert all(code == grpc.StatusCode.UNAVAILABLE and "second worker that died" in text for code, text in errors), errors
+    assert all(code == grpc.StatusCode.UNAVAILABLE and "second worker that died" in text for code, text in errors), "\n".join(map(str, errors))
     print(f"{n} answers, {n_migrated} of them migrated, {len(errors)} requests saw two workers die")
     assert n > 8 and n_migrated > 0 and len(errors) < max(3, n / 4), (n, n_migrated, len(errors))
 
@@ -334,7 +334,7 @@ def test_random_kills_change_no_token_wherever_prompts_are_computed(new_world):
                       prefill_flags=(*pages, "--prefill-chunk-tokens", "128"), decode_flags=(*pages, "--kv-bytes", str(5 << 20)))
     seed = int(os.environ.get("SEED", "2"))
     n, n_migrated, errors = chaos(world, random.Random(seed), float(os.environ.get("CHAOS_SECONDS", "8")), 8)
-    assert all(code == grpc.StatusCode.UNAVAILABLE and "second worker that died" in text for code, text in errors), errors
+    assert all(code == grpc.StatusCode.UNAVAILABLE and "second worker that died" in text for code, text in errors), "\n".join(map(str, errors))
     m = world.fleet.router.metrics()
     print(f"{n} answers, {n_migrated} of them migrated, {len(errors)} requests saw two workers die, "
           f"{m['tandem_requests_local_total']:.0f} prompts on decode workers, {m['tandem_requests_preempted_total']:.0f} preemptions")
@@ -346,10 +346,10 @@ def test_random_kills_change_no_token_wherever_prompts_are_computed(new_world):
 @pytest.mark.parametrize("slow", ["prefill", "decode"])
 def test_prompts_are_computed_where_it_costs_less(new_fleet, slow):
     """By what the workers measured, not by what they are called: a delay in each layer makes one of them slow."""
-    delay = ("--layer-delay", "60")
+    delay = ("--layer-delay", {"prefill": "400", "decode": "60"}[slow])     # far beyond what a busy machine adds to the other
     fleet = new_fleet(prefill_on="auto", router_flags=("--heartbeat", "50"), **{f"{slow}_flags": delay})
     client = fleet.client()
-    settings = dict(tokens=TEXT["ids"], max_tokens=5, ignore_eos=True, **KINDS["sampled"])
+    settings = dict(tokens=TEXT["ids"][:200], max_tokens=3, ignore_eos=True, **KINDS["sampled"])
     first = client.generate(**settings)
     assert first.timing.prefill_worker, "nothing is known yet"
 
@@ -370,9 +370,9 @@ def test_prompts_are_computed_where_it_costs_less(new_fleet, slow):
     client.generate(**settings)
     wait_until("both are known", lambda: paces().get("prefill", 0) > 0, 10)
     before = fleet.router.metrics()["tandem_requests_local_total"]
-    outs = [generate(TEXT["ids"][i:]) for i in range(1, 5)]
-    assert [o.timing.prefill_worker == "" for o in outs] == [slow == "prefill"] * 4, paces()
-    assert fleet.router.metrics()["tandem_requests_local_total"] - before == (4 if slow == "prefill" else 0)
+    outs = [generate(TEXT["ids"][i:][:200]) for i in range(1, 4)]
+    assert [o.timing.prefill_worker == "" for o in outs] == [slow == "prefill"] * 3, paces()
+    assert fleet.router.metrics()["tandem_requests_local_total"] - before == (3 if slow == "prefill" else 0)
     client.close()
 
 

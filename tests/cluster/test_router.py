@@ -269,6 +269,13 @@ def test_no_room_anywhere_is_said_in_the_end_and_waiting_helps(scripted):
     code, details = error_of(f.start())
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED and "told to refuse" in details
     assert f.decode[0].count("start") == 3
+    f.decode[0].load.quarantined_pages = 5      # that come back when a sender is known to be dead
+    wait_until("reported", lambda: any(w["load"]["quarantined_pages"] for w in f.state()["workers"]))
+    call, before = f.start(), f.decode[0].count("start")
+    wait_until("refused many times", lambda: f.decode[0].count("start") > before + 5)
+    f.decode[0].load.quarantined_pages, f.decode[0].refuse_with = 0, None
+    assert ids_of(call) == answer(8)
+    f.decode[0].refuse_with = "NO_PAGES"
     f.decode[0].load.n_running = 1      # somebody else's request, that may end
     wait_until("reported", lambda: f.state()["workers"][0]["load"]["n_running"] + f.state()["workers"][1]["load"]["n_running"])
     call = f.start()
