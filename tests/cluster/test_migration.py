@@ -94,6 +94,12 @@ class World:
                     workers[i] = self.fleet.add(role, f"{role}-{self.n + 1}", wait=False)
         for d in self.fleet.prefill + self.fleet.decode:
             d.wait_listening()
+        names = {d.name for d in self.fleet.prefill + self.fleet.decode}
+
+        def are_in():       # by name: the router may not have noticed yet who is dead
+            workers = self.fleet.router.statez()["state"]["workers"]
+            return {w["name"] for w in workers if w["state"] == "live" and w["is_wired"]} == names
+        wait_until("all workers are in the pool", are_in, 60)
         self.fleet.wait_workers(len(self.fleet.prefill), len(self.fleet.decode), 60)
 
     def expect_nothing_left(self):
