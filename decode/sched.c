@@ -7,15 +7,17 @@
 #include "common/engine/kv_split.h"
 #include "common/metrics/metrics.h"
 
-/* How long steps take, averaged over the last few. */
+/* How long steps take: medians, which outliers do not move. */
 struct pace {
-    double decode_ns; /* a step that only decodes; 0: not known */
-    double token_ns;  /* a token more that is prefilled in it; < 0: not known */
+    double decode_ns; /* of a step that only decodes; 0: not known */
+    double token_ns;  /* of a token more that is prefilled in it; 0: not known */
 };
-#define PACE_WEIGHT 8.0
+#define PACE_STEP 16.0 /* the share of itself by which a median follows */
 /* Of the time of a step that only decodes, for prompts on top of it: with what a measurement may be off it stays
  * within twice that time. */
 #define PACE_SHARE 0.7
+
+static void follow(double *median, double x) { *median += (x > *median ? *median : -*median) / PACE_STEP; }
 
 struct td_decode_sched {
     struct td_decode_sched_options o;
@@ -42,7 +44,6 @@ enum td_status td_decode_sched_create(const struct td_decode_sched_options *o, s
         return TD_E_NO_MEMORY;
     }
     s->o = *o;
-    s->pace.token_ns = -1;
     s->kv = kv;
     s->owner = *owner;
     td_list_init(&s->queue);
@@ -316,16 +317,17 @@ static void fill_segment(struct td_decode_seq *q, struct td_segment *seg)
 
 static uint32_t n_pending(const struct td_decode_seq *q) { return q->req->n_tokens - q->n_cached; }
 
+/* Where a row costs what a row costs, a quarter more are never too many. */
+static double least_beside(uint32_t n_decoding) { return n_decoding / 4 > 0 ? n_decoding / 4 : 1; }
+
 /* Prompt tokens that the next step may compute. */
 static uint32_t local_budget(const struct td_decode_sched *s)
 {
     uint32_t n_decoding = 0;
     TD_LIST_FOREACH (it, &s->batch) n_decoding += n_pending(TD_LIST_ENTRY(it, struct td_decode_seq, link)) == 1;
     if (n_decoding == 0) return s->o.chunk_tokens;
-    /* Where a row costs what a row costs, a quarter more are never too many; they are how one learns. */
-    double least = n_decoding / 4 > 0 ? n_decoding / 4 : 1, n = least;
-    if (s->pace.decode_ns > 0 && s->pace.token_ns >= 0)
-        n = s->pace.token_ns > 0 ? PACE_SHARE * s->pace.decode_ns / s->pace.token_ns : s->o.chunk_tokens;
+    double least = least_beside(n_decoding), n = least;
+    if (s->pace.token_ns > 0) n = PACE_SHARE * s->pace.decode_ns / s->pace.token_ns;
     if (n < least) n = least;
     return n < s->o.chunk_tokens ? (uint32_t)n : s->o.chunk_tokens;
 }
@@ -340,13 +342,20 @@ static void observe(struct td_decode_sched *s, uint64_t took_ns)
             n_prompt += s->segments[i].n_tokens;
     }
     if (took_ns == 0 || n_decoding == 0) return;
-    double took = (double)took_ns, *decode = &s->pace.decode_ns, *token = &s->pace.token_ns;
-    if (n_prompt == 0) {
-        *decode += *decode > 0 ? (took - *decode) / PACE_WEIGHT : took;
-    } else if (*decode > 0) {
-        double more = took > *decode ? (took - *decode) / n_prompt : 0;
-        *token += *token >= 0 ? (more - *token) / PACE_WEIGHT : more - *token;
+    struct pace *p = &s->pace;
+    double took = (double)took_ns;
+    if (p->decode_ns == 0) {
+        if (n_prompt == 0) p->decode_ns = took;
+        return;
     }
+    if (n_prompt == 0) {
+        follow(&p->decode_ns, took);
+        return;
+    }
+    if (p->token_ns == 0) p->token_ns = p->decode_ns / n_decoding; /* a row for a row, until it is known better */
+    follow(&p->token_ns, (took - p->decode_ns) / n_prompt);
+    double lowest = PACE_SHARE * p->decode_ns / s->o.chunk_tokens; /* lower makes no difference */
+    if (p->token_ns < lowest) p->token_ns = lowest;
 }
 
 struct td_batch *td_decode_sched_plan(struct td_decode_sched *s)
