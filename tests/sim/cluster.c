@@ -117,7 +117,7 @@ static void listen_and_join(struct sim_cluster *c, struct sim_process *p)
         .n_eos = sim_model.n_eos,
         .descriptor = &w->descriptor,
     };
-    struct td_fleet_handlers h = {.load = td_worker_load};
+    struct td_fleet_handlers h = {.load = td_worker_load, .prefixes = td_worker_prefixes};
     TRY(td_fleet_member_create(w->rpc, td_loop_env(w->loop), "R", &id, &h, w, &w->member));
 }
 
