@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "common/base/check.h"
+#include "common/base/log.h"
 #include "common/base/mem.h"
 #include "common/model/dummy_int.h"
 #include "common/model/safetensors.h"
@@ -26,6 +27,7 @@ struct loader {
     size_t scratch_bytes[N_SCRATCH];
     float *floats; /* small tensors, widened */
     size_t n_floats;
+    uint64_t n_inexact; /* elements of experts that were rounded */
     struct td_err *err;
 };
 
@@ -286,8 +288,8 @@ static enum td_status load_experts(struct loader *l, const char *prefix, const c
                                         .n_in = cols.n_in,
                                         .bias = pack_bias ? host_bias + (size_t)e * n_out + rows.first : NULL,
                                         .out = (char *)packed + i * bytes,
-                                        .bias_out =
-                                            pack_bias ? (float *)(void *)((char *)bias + i * bias_bytes) : NULL};
+                                        .bias_out = pack_bias ? (float *)(void *)((char *)bias + i * bias_bytes) : NULL,
+                                        .n_inexact = &l->n_inexact};
         TD_TRY(pack(l, c->is_mxfp4 ? scales_name : name, &a));
         w[e] = (struct td_weight){.data = a.out, .bias = a.bias_out, .n_out = rows.n_out, .n_in = cols.n_in};
     }
@@ -424,6 +426,9 @@ enum td_status td_weights_load(const struct td_model_config *c, const struct td_
     const struct part head[] = {{"lm_head", c->vocab, shard->first_vocab, shard->n_vocab}};
     TD_TRY(load_dense(&l, "", head, 1, (struct cols){c->hidden, 0, c->hidden}, false, true, &w.lm_head));
     TD_TRY(load_rope(&l));
+    if (l.n_inexact > 0)
+        TD_WARN("experts_rounded", "rank=%u elements=%llu: the form that holds them has no exact value", shard->rank,
+                (unsigned long long)l.n_inexact);
     *out = w;
     w = (struct td_weights){0};
 out:
