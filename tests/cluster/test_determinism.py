@@ -51,7 +51,7 @@ def test_tokens_depend_on_the_request_alone(new_fleet):
 
     crowd = new_fleet(n_prefill=2, n_decode=2,
                       prefill_flags=("--kv-bytes", str(20 << 20), "--prefill-chunk-tokens", "50", "--max-prefill-batch", "4"),
-                      decode_flags=("--kv-bytes", str(40 << 20), "--max-batch", "12", "--local-prefill-tokens", "48",
+                      decode_flags=("--kv-bytes", str(28 << 20), "--max-batch", "12", "--local-prefill-tokens", "48",
                                     "--quarantine", "50"))
     crowd.decode.append(crowd.add("decode", "decode-tp", "--tp", "2", "--ep", "2"))
     crowd.wait_workers(2, 3)
@@ -91,8 +91,10 @@ def test_tokens_depend_on_the_request_alone(new_fleet):
         assert out == want[i], f"request {i} {requests[i]}"
     # All of that did happen.
     survivors = [w.metrics() for w in (crowd.prefill[0], crowd.decode[0], crowd.decode[2])]
-    assert all(m["tandem_prefix_hit_tokens_total"] > 0 for m in survivors), survivors
-    assert survivors[0]["tandem_prefix_evicted_pages_total"] > 0
+
+    def total(name):
+        return sum(m[f"tandem_{name}_total"] for m in survivors)
+    assert total("prefix_hit_tokens") > 0 and total("prefix_evicted_pages") > 0 and total("handoffs_completed") > 0, survivors
     assert survivors[1]["tandem_steps_total"] < survivors[1]["tandem_generated_tokens_total"]
     local.close()
     client.close()
