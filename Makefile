@@ -247,7 +247,7 @@ RUN_CTL    := $(BUILD)/bin/tandemctl
 VENV       := build/venv
 PYTEST     := $(VENV)/bin/python -m pytest
 
-.PHONY: help packages packages-test packages-bench packages-dev run run-built serve serve-built test test-built sim sim-built lint e2e venv asan asan-e2e tsan tsan-e2e soak clang format format-check tidy clean what
+.PHONY: help packages packages-test packages-bench packages-dev run run-built serve serve-built test test-built sim sim-seeds sim-built lint e2e venv asan asan-e2e tsan tsan-e2e soak clang format format-check tidy clean what
 help:           ## this list
 	@sed -n 's/^\([a-z][a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 	@echo "  CUDA=0 builds without CUDA; BUILD=dir, CC=clang, SAN=address,undefined choose another tree, compiler, sanitizer"
@@ -285,8 +285,9 @@ sim:            ## the whole cluster on a virtual clock with seeded trouble (SEE
 	@$(MAKE) --no-print-directory -j$$(nproc) $(SIM_BIN)
 	@$(if $(SEED),$(SIM_BIN) --seed $(SEED) --trace $(ARGS),$(SIM_BIN) --seeds $(SEEDS) --first $(FIRST) $(ARGS))
 # And that it sees mistakes: each planted one within 200 seeds.
-sim-built: $(SIM_BIN)
+sim-seeds: $(SIM_BIN)
 	@$(SIM_BIN) --seeds $(SEEDS) --first $(FIRST)
+sim-built: sim-seeds
 	@for p in $$($(SIM_BIN) --plants); do $(SIM_BIN) --seeds 200 --plant $$p --caught || exit 1; done
 
 lint:           ## layers, words
@@ -313,9 +314,10 @@ soak: venv $(SUPPORT_PROGS) all $(BUILD)/unit/common/text/harmony_streams_test #
 	@$(if $(filter 0,$(SOAK_FUZZ_SECONDS)),,$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=$(SOAK_FUZZ_SECONDS))
 
 ASAN_ENV   := ASAN_OPTIONS=detect_leaks=1:abort_on_error=0:strict_string_checks=1 LSAN_OPTIONS=suppressions=$(CURDIR)/tests/support/lsan.supp:print_suppressions=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
-asan: packages-dev ## unit tests under AddressSanitizer and UndefinedBehaviorSanitizer
+asan: packages-dev ## unit tests and the simulated cluster under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(ASAN_ENV) $(MAKE) BUILD=build/asan SAN=address,undefined OPT=-O1 -j$$(nproc) unit-build
 	@$(ASAN_ENV) $(MAKE) BUILD=build/asan SAN=address,undefined OPT=-O1 unit
+	@$(ASAN_ENV) $(MAKE) BUILD=build/asan SAN=address,undefined OPT=-O1 SEEDS=100 sim-seeds
 asan-e2e: packages-dev ## end-to-end tests with daemons under AddressSanitizer
 	@$(ASAN_ENV) $(MAKE) BUILD=build/asan SAN=address,undefined OPT=-O1 -j$$(nproc) e2e
 TSAN_ENV   := TSAN_OPTIONS="suppressions=$(CURDIR)/tests/support/tsan.supp ignore_noninstrumented_modules=1 halt_on_error=1 exitcode=66"
