@@ -205,7 +205,9 @@ static void draw_trouble(struct sim_draws *d, struct sim_plot *plot, enum sim_tr
     }
     tr->amount = (uint32_t)sim_draw(d, 2, 60);
     if (tr->kind == SIM_SLOW || tr->kind == SIM_BLOCK || tr->kind == SIM_BREAK) {
-        tr->place = any_place(d, c, false); /* the router talks to workers: nobody else does by gRPC */
+        tr->place = tr->kind == SIM_BLOCK && sim_chance(d, 60)
+                        ? &c->workers[0]
+                        : any_place(d, c, false); /* the router talks to workers: nobody else does by gRPC */
         tr->other = &c->router;
     }
     tr->aim = sim_chance(d, 60) ? (enum sim_moment)sim_draw(d, SIM_AT_TIME, SIM_N_MOMENTS - 1) : SIM_AT_TIME;
@@ -237,7 +239,15 @@ void sim_plot_make(struct sim_plot *plot, struct sim_cluster *c, struct sim_clie
         sim_cluster_add_worker(c, role, &shape);
     }
     const char *on = sim_chance(&d, 40) ? "auto" : sim_chance(&d, 70) ? "prefill" : "decode";
+    struct sim_draws t = {.seed = c->world->seed, .stream = 12};
+    plot->n_troubles = plot->is_calm ? 0 : (uint32_t)sim_draw(&t, 0, 14);
+    /* Some seeds have a theme: one kind of trouble, again and again. */
+    enum sim_trouble_kind theme = (enum sim_trouble_kind)sim_draw(&t, 0, SIM_N_TROUBLES + 1);
+    if (theme >= SIM_N_TROUBLES) theme = SIM_BLOCK; /* late runs are the rarest to do harm */
+    bool has_theme = sim_chance(&t, 40);
     if (sim_chance(&d, 30)) c->router_cfg.max_client_backlog = 1000;
+    bool has_late_runs = has_theme && theme == SIM_BLOCK && plot->n_troubles > 0;
+    if (has_late_runs) on = "prefill"; /* and clients that do not wait for them */
     snprintf(c->router_cfg.prefill_on, sizeof c->router_cfg.prefill_on, "%s", on);
     sim_start(c, &c->router);
     for (uint32_t i = 0; i < c->n_workers; i++) sim_start(c, &c->workers[i]);
@@ -248,15 +258,11 @@ void sim_plot_make(struct sim_plot *plot, struct sim_cluster *c, struct sim_clie
     for (uint32_t i = 0; i < n_orders; i++) {
         struct sim_client *k = sim_client_new(clients);
         draw_order(&o, k, i, plot->is_calm);
+        if (has_late_runs && sim_chance(&o, 50)) k->leaves_ns = sim_draw(&o, SIM_MS(1), SIM_MS(60));
         uint64_t at = SIM_MS(300) + sim_draw(&o, 0, span);
         if (at > plot->last_start_ns) plot->last_start_ns = at;
         sim_client_begin(k, at);
     }
-    struct sim_draws t = {.seed = c->world->seed, .stream = 12};
-    plot->n_troubles = plot->is_calm ? 0 : (uint32_t)sim_draw(&t, 0, 14);
-    /* Some seeds have a theme: one kind of trouble, again and again. */
-    enum sim_trouble_kind theme = (enum sim_trouble_kind)sim_draw(&t, 0, SIM_N_TROUBLES - 1);
-    bool has_theme = sim_chance(&t, 40);
     for (uint32_t i = 0; i < plot->n_troubles; i++) {
         enum sim_trouble_kind kind = has_theme ? theme : (enum sim_trouble_kind)sim_draw(&t, 0, SIM_N_TROUBLES - 1);
         draw_trouble(&t, plot, kind, &plot->troubles[i]);
