@@ -26,7 +26,9 @@ WARN       += $(if $(SAN),$(if $(findstring clang,$(CC)),,-Wno-format-truncation
 SANFLAGS   := $(if $(SAN),-fsanitize=$(SAN) -fno-omit-frame-pointer -fno-sanitize-recover=undefined)
 CPPFLAGS   += -I. -I$(BUILD)/gen -D_GNU_SOURCE $(if $(SAN)$(FAULTS),-DTD_FAULTS=1)
 CFLAGS     += -std=c17 -g $(OPT) $(WARN) -fno-math-errno -ffp-contract=off -pthread -MMD -MP $(SANFLAGS)
-LDFLAGS    += -pthread $(SANFLAGS)
+# Libraries beside the programs come first, also for what they need themselves: the tree of `make dist`.
+RPATH      := -Wl,-rpath,'$$ORIGIN/../lib',--disable-new-dtags
+LDFLAGS    += -pthread $(SANFLAGS) $(RPATH)
 
 # Leaf arithmetic takes minutes under ThreadSanitizer; who runs it on what is pool.c, which stays watched.
 CFLAGS_UNWATCHED := $(if $(findstring thread,$(SAN)),-fno-sanitize=thread -O2)
@@ -181,7 +183,7 @@ $(SUPPORT_PRELOADS): $(BUILD)/lib/%.so: tests/support/preload/%.c
 	$(Q)$(CC) -std=c17 -g -O2 -D_GNU_SOURCE $(WARN) -fPIC -shared -o $@ $< -ldl
 SUPPORT_PROGS += $(SUPPORT_PRELOADS)
 # tests/bench: one program, a subcommand a row of commands.def.
-BENCH_OBJ   := $(patsubst %.c,$(BUILD)/obj/%.o,$(wildcard tests/bench/*.c))
+BENCH_OBJ   := $(patsubst %.c,$(BUILD)/obj/%.o,$(wildcard tests/bench/*.c) tests/kernels/pair.c)
 $(BUILD)/bin/tandem-bench: $(BENCH_OBJ) $(call link_libs,$(WORKER_LAYERS))
 	@mkdir -p $(@D)
 	$(call say,link,$@)
@@ -195,7 +197,8 @@ bench: packages-bench ## build build/bin/tandem-bench and print the CPU's figure
 CU_SRC     := $(wildcard kernels/cuda/*.cu)
 CU_C_SRC   := $(wildcard kernels/cuda/*.c)
 CU_OBJ     := $(CU_SRC:%=$(BUILD)/obj/%.o) $(CU_C_SRC:%.c=$(BUILD)/obj/%.o)
-NVCCFLAGS  := -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Xcompiler -fPIC,-Wall -Werror all-warnings
+# TUNE=one: one row of each tuning table, for a quick look at whether everything compiles.
+NVCCFLAGS  := $(if $(TUNE),-DTD_TUNE_ONE=1) -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Xcompiler -fPIC,-Wall -Werror all-warnings
 CUDA_HOME  := $(patsubst %/bin/nvcc,%,$(NVCC))
 ifneq ($(and $(NVCC),$(CU_SRC)),)
 all: $(BUILD)/lib/libtandem-cuda.so
@@ -212,12 +215,13 @@ $(BUILD)/lib/libtandem-cuda.so: $(CU_OBJ)
 	$(call say,nvcc,$@)
 	$(Q)$(NVCC) -shared -o $@ $^
 
-# A folder that needs nothing but a driver where it runs: checks, benchmark, plug-in, checkpoint. GPU_HERE: this machine has one.
+# A folder that needs nothing but a driver where it runs: checks, plug-in, checkpoint. GPU_HERE: this machine has one.
 GPU_TREE   := $(BUILD)/gpu
 GPU_LIBS   := $(call link_libs,common/base kernels common/loop common/coll common/model common/engine)
+GPU_SHARED := $(addprefix tests/kernels/,pair.c golden.c draws.c traps.c invariance.c)
 GPU_STATIC := -l:libuv_a.a -l:libjansson.a -l:libxxhash.a -lm -ldl
 GPU_HERE    = $(wildcard /dev/nvidia0)
-$(GPU_TREE)/bin/%: $(BUILD)/obj/tests/kernels/%.o $(BUILD)/obj/tests/kernels/pair.o $(BUILD)/obj/tests/kernels/golden.o $(GPU_LIBS)
+$(GPU_TREE)/bin/%: $(BUILD)/obj/tests/kernels/%.o $(patsubst %.c,$(BUILD)/obj/%.o,$(GPU_SHARED)) $(GPU_LIBS)
 	@mkdir -p $(@D)
 	$(call say,link,$@)
 	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(GPU_STATIC)
@@ -227,10 +231,13 @@ $(GPU_TREE)/lib/libtandem-cuda.so: $(BUILD)/lib/libtandem-cuda.so
 $(GPU_TREE)/.data: tests/kernels/run tests/tiny/goldens.json $(wildcard tests/tiny/tiny-model/*)
 	@mkdir -p $(GPU_TREE)/tests/tiny
 	$(Q)cp -r tests/tiny/tiny-model tests/tiny/goldens.json $(GPU_TREE)/tests/tiny/
-	$(Q)cp tests/kernels/run tests/kernels/peer.py $(GPU_TREE)/ && touch $@
+	$(Q)cp tests/kernels/run $(GPU_TREE)/ && touch $@
 .PHONY: gpu-tree
-gpu-tree: $(GPU_TREE)/bin/cuda_test $(GPU_TREE)/bin/experts_test $(GPU_TREE)/bin/cuda_bench $(GPU_TREE)/lib/libtandem-cuda.so $(GPU_TREE)/.data
+gpu-tree: $(GPU_TREE)/bin/cuda_test $(GPU_TREE)/bin/experts_test $(GPU_TREE)/lib/libtandem-cuda.so $(GPU_TREE)/.data
 endif
+.PHONY: dist
+dist: all $(BUILD)/bin/tandem-bench $(if $(NVCC),gpu-tree) ## build/dist: a tree that runs on another machine, at most 40 MiB; CUDA and NCCL are that machine's
+	@deploy/make-dist $(BUILD) $(BUILD)/dist
 .PHONY: test-gpu
 test-gpu: $(if $(NVCC),gpu-tree) ## check the CUDA kernels; without a GPU, make the folder build/gpu to run on one
 ifeq ($(NVCC),)

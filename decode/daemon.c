@@ -46,6 +46,11 @@ static const char *transport(void *self, uint64_t prefill)
     return td_decode_recv_transport(((struct td_decode_daemon *)self)->recv, prefill);
 }
 
+static void on_arrived(void *self, const uint32_t *const pages[TD_KV_N_GROUPS], const uint32_t n_pages[TD_KV_N_GROUPS])
+{
+    td_worker_stage_in(&((struct td_decode_daemon *)self)->host, pages, n_pages);
+}
+
 static void on_drained(void *self) { td_worker_drained(&((struct td_decode_daemon *)self)->host); }
 
 static void on_broken(void *self, enum td_status st, const char *why)
@@ -65,6 +70,7 @@ struct td_decode_ports td_decode_daemon_ports(struct td_decode_daemon *d)
         .check_peer = check_peer,
         .send_peer = send_peer,
         .transport = transport,
+        .arrived = on_arrived,
         .drained = on_drained,
         .broken = on_broken,
     };

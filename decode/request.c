@@ -408,8 +408,14 @@ static void rx_ended(void *self, struct td_rx_reservation *rv)
     td_decode_worker_leave(w);
 }
 
+static void rx_arrived(void *self, const uint32_t *const pages[TD_KV_N_GROUPS], const uint32_t n_pages[TD_KV_N_GROUPS])
+{
+    struct td_decode_worker *w = self;
+    if (w->ports.arrived != NULL) w->ports.arrived(w->ports.self, pages, n_pages);
+}
+
 struct td_rx_ports td_decode_request_rx_ports(struct td_decode_worker *w)
 {
     return (struct td_rx_ports){
-        .env = w->ports.env, .self = w, .send = rx_send, .ready = rx_ready, .failed = rx_failed, .ended = rx_ended};
+        .env = w->ports.env, .self = w, .send = rx_send, .ready = rx_ready, .failed = rx_failed, .ended = rx_ended, .arrived = rx_arrived};
 }

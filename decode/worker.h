@@ -31,6 +31,8 @@ struct td_decode_ports {
     enum td_status (*check_peer)(void *self, uint64_t prefill, struct td_err *err);
     enum td_status (*send_peer)(void *self, uint64_t prefill, uint8_t id, const void *data, size_t n);
     const char *(*transport)(void *self, uint64_t prefill);         /* for DecodeFinished; "?" if not known */
+    /* KV of these pages came from a prefill worker: before anything reads it. May be NULL. */
+    void (*arrived)(void *self, const uint32_t *const pages[TD_KV_N_GROUPS], const uint32_t n_pages[TD_KV_N_GROUPS]);
     void (*drained)(void *self);                                    /* once, after td_decode_worker_drain */
     void (*broken)(void *self, enum td_status st, const char *why); /* the process can do no more work */
 };

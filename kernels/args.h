@@ -144,6 +144,7 @@ struct td_seq_rows {
     uint32_t start;       /* ... are positions start .. */
     uint32_t pages;       /* pages[pages + i] holds block first_block + i */
     uint32_t first_block;
+    uint32_t fresh; /* positions from here on get their K and V in this pass; earlier ones may be read at any time */
 };
 
 /* Softmax over visible keys and a sink: position p sees c <= p, with window w also p - c < w. Keys are walked in
@@ -155,6 +156,9 @@ struct td_attention_args {
     const uint32_t *pages;
     uint32_t n_seqs, n_rows; /* n_rows: of all sequences together, rows 0 .. n_rows - 1 of q */
     uint32_t n_single;       /* sequences of one row */
+    const struct td_seq_rows *seqs_host; /* the same as seqs, on the host; read during the call only */
+    void *scratch;                       /* td_device_scratch_bytes, shared with moe; FP8 pages need it */
+    size_t scratch_bytes;
     const float *sinks;      /* [Nq] raw logits; -inf: none */
     float *out;              /* [T, Nq, D] act, out, may not overlap q */
     uint32_t n_heads, n_kv_heads, head_dim;
@@ -213,27 +217,50 @@ struct td_gather_args {   /* act rows count as rows of n * act_bytes / 4 floats 
     uint32_t n_rows, dim;
 };
 
-/* One draw of those a backend may do itself: greedy (temperature 0) or from the softmax of all the first n_ids logits.
- */
+/* One row's draw, over the first n_ids logits. common/engine/sample.h defines what each setting means; what touches
+ * single ids (bans, bias, penalties) comes as a list of edits, each id once. */
+#define TD_SAMPLE_NO_MASK UINT32_MAX
 struct td_sample_row {
     double u; /* [0, 1) */
-    float temperature;
-    uint32_t unused;
+    float temperature, top_p, min_p;
+    float repetition, presence, frequency; /* penalties of the edits that ask for them */
+    uint32_t top_k;
+    uint32_t first_edit, n_edits;
+    uint32_t mask;        /* which of masks; TD_SAMPLE_NO_MASK: all ids */
+    uint32_t n_top;       /* likeliest ids wanted, at most TD_SAMPLE_TOPS */
+    uint32_t is_filtered; /* anything but temperature and the token's own log-probability: listed in filtered */
 };
+struct td_sample_edit {
+    uint32_t id;
+    float bias;
+    uint32_t how; /* TD_EDIT_*, and how often the id was generated */
+};
+#define TD_EDIT_BANNED    0x80000000u
+#define TD_EDIT_PENALISED 0x40000000u
+#define TD_EDIT_COUNT     0x3fffffffu
 struct td_sampled {
     double log_sum; /* ln of the sum of e^logit */
     float logit;    /* of the token */
-    uint32_t token; /* UINT32_MAX: no logit is above -inf; the host decides */
+    uint32_t token; /* UINT32_MAX: no logit is above -inf, or fewer than the row wants; the host decides */
+};
+struct td_sample_top {
+    float logit;
+    uint32_t id;
 };
 #define TD_SAMPLE_PARTS 256u /* runs of ids a row is cut into */
+#define TD_SAMPLE_TOPS  20u
 
 /* As common/engine/sample.h defines it, up to rounding of the sums. */
 struct td_sample_args {
-    const float *logits;              /* [n_rows, vocab] */
-    const struct td_sample_row *rows; /* [n_rows] */
-    struct td_sampled *out;           /* [n_rows] */
-    void *parts;                      /* [n_rows, TD_SAMPLE_PARTS] of 16 bytes: scratch */
-    uint32_t n_rows, vocab, n_ids;
+    const float *logits;                /* [n_rows, vocab] */
+    const struct td_sample_row *rows;   /* [n_rows] */
+    const uint32_t *filtered;           /* [n_filtered] rows that are filtered */
+    const struct td_sample_edit *edits; /* of all rows */
+    const uint32_t *masks;              /* [.., ceil(vocab / 32)]: bit set = allowed */
+    struct td_sampled *out;             /* [n_rows] */
+    struct td_sample_top *top;          /* [n_rows, TD_SAMPLE_TOPS], falling; n_top are written */
+    void *parts;                        /* [n_rows, TD_SAMPLE_PARTS] of 16 bytes: scratch */
+    uint32_t n_rows, n_filtered, vocab, n_ids;
 };
 
 struct td_lm_head_args {

@@ -89,6 +89,16 @@ void td_device_free_host(struct td_device *d, void *p)
     if (p != NULL) d->backend->free_host(d, p);
 }
 
+enum td_status td_device_pin_host(struct td_device *d, void *p, size_t bytes)
+{
+    return d->backend->pin_host != NULL ? d->backend->pin_host(d, p, bytes) : TD_OK;
+}
+
+void td_device_unpin_host(struct td_device *d, void *p)
+{
+    if (d->backend->unpin_host != NULL) d->backend->unpin_host(d, p);
+}
+
 enum td_status td_device_upload(struct td_device *d, void *to, const void *from_host, size_t bytes)
 {
     return d->backend->upload(d, to, from_host, bytes);
@@ -151,6 +161,22 @@ enum td_status td_stream_sample(struct td_stream *s, const struct td_sample_args
 {
     return s->device->backend->sample != NULL ? s->device->backend->sample(s, a) : TD_E_UNSUPPORTED;
 }
+
+uint64_t td_device_n_saturated(const struct td_device *d)
+{
+    return d->backend->n_saturated != NULL ? d->backend->n_saturated(d) : 0;
+}
+
+void td_device_explain(const struct td_device *d, const struct td_explain_shape *s,
+                       void (*line)(void *user, const char *text), void *user)
+{
+    if (d->backend->explain != NULL)
+        d->backend->explain(d, s, line, user);
+    else
+        line(user, "op=all kernel=the backend's only one");
+}
+
+bool td_device_has_graphs(const struct td_device *d) { return d->backend->graph_begin != NULL; }
 
 enum td_status td_graph_begin(struct td_stream *s)
 {

@@ -4,6 +4,7 @@
 #ifndef TD_KERNELS_DEVICE_H
 #define TD_KERNELS_DEVICE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -23,11 +24,18 @@ struct td_device_options {
     enum td_expert_form experts;
     const char
         *cpu_path; /* NULL: the best this processor has; "scalar", "avx2", "avx512" (tests: all give the same bits) */
+    bool is_batch_invariant; /* rows do not depend on their company, bit for bit (args.h); the CPU's never do */
 };
 
 /* Shapes that size an op's scratch memory; maxima over all passes. */
 struct td_scratch_shape {
     uint32_t n_rows, top_k, n_experts, intermediate, hidden;
+    size_t fp8_kv_bytes; /* of one sequence's FP8 pages in one layer; 0: none are FP8 */
+};
+
+/* Shapes of a model, for what explains which kernels they get. */
+struct td_explain_shape {
+    uint32_t n_heads, n_kv_heads, head_dim, hidden, intermediate, n_experts, top_k, vocab;
 };
 
 /* Work recorded once and replayed with the same arguments; buffers it names outlive it. */
@@ -45,6 +53,9 @@ struct td_backend {
     /* Host memory that copies to and from the device fast; cleared, aligned to 64. */
     enum td_status (*alloc_host)(struct td_device *d, size_t bytes, void **out);
     void (*free_host)(struct td_device *d, void *p);
+    /* NULL: nothing to do. Host memory of others becomes as fast to copy as alloc_host's. */
+    enum td_status (*pin_host)(struct td_device *d, void *p, size_t bytes);
+    void (*unpin_host)(struct td_device *d, void *p);
     size_t (*packed_bytes)(const struct td_device *d, uint32_t n_out, uint32_t n_in, enum td_row_order order,
                            size_t *bias_out);
     size_t (*scratch_bytes)(const struct td_device *d, const struct td_scratch_shape *s);
@@ -63,6 +74,11 @@ struct td_backend {
     const char *(*last_error)(const struct td_device *d); /* the first failure's text, "" if none */
     /* NULL: the engine draws on the host, and logits are few rows at a time. */
     enum td_status (*sample)(struct td_stream *s, const struct td_sample_args *a);
+    /* Values of all passes that were beyond what FP8 pages hold. NULL: 0. */
+    uint64_t (*n_saturated)(const struct td_device *d);
+    /* NULL: there is nothing to choose. A line an op and number of rows, "op=... rows=... kernel=...". */
+    void (*explain)(const struct td_device *d, const struct td_explain_shape *s,
+                    void (*line)(void *user, const char *text), void *user);
     struct td_ops ops;
 };
 
@@ -92,6 +108,9 @@ enum td_status td_device_alloc(struct td_device *d, size_t bytes, void **out);
 void td_device_free(struct td_device *d, void *p); /* NULL is fine */
 enum td_status td_device_alloc_host(struct td_device *d, size_t bytes, void **out);
 void td_device_free_host(struct td_device *d, void *p); /* NULL is fine */
+/* Memory that somebody else allocated: copies to and from it get faster. A failure changes nothing else. */
+enum td_status td_device_pin_host(struct td_device *d, void *p, size_t bytes);
+void td_device_unpin_host(struct td_device *d, void *p);
 /* At once; no stream is waited for. */
 enum td_status td_device_upload(struct td_device *d, void *to, const void *from_host, size_t bytes);
 enum td_status td_device_download(struct td_device *d, void *to_host, const void *from, size_t bytes);
@@ -115,6 +134,13 @@ enum td_status td_stream_copy(struct td_stream *s, void *to, const void *from, s
 bool td_device_can_sample(const struct td_device *d);
 enum td_status td_stream_sample(struct td_stream *s, const struct td_sample_args *a);
 
+/* Values stored in FP8 pages that were beyond their range, since the device was opened. Any thread. */
+uint64_t td_device_n_saturated(const struct td_device *d);
+/* Which kernels a model's shapes get, a line each. */
+void td_device_explain(const struct td_device *d, const struct td_explain_shape *s,
+                       void (*line)(void *user, const char *text), void *user);
+
+bool td_device_has_graphs(const struct td_device *d);
 /* Graphs: what is enqueued between begin and end is recorded, not run. UNSUPPORTED on the CPU. */
 enum td_status td_graph_begin(struct td_stream *s);
 enum td_status td_graph_end(struct td_stream *s, struct td_graph **out);

@@ -121,6 +121,12 @@ static enum td_status cpu_stream_sync(struct td_stream *s)
     return TD_OK;
 }
 
+static uint64_t cpu_n_saturated(const struct td_device *d)
+{
+    (void)d;
+    return td_cpu_n_saturated();
+}
+
 const struct td_backend td_backend_cpu = {
     .name = "cpu",
     .act_bytes = sizeof(float),
@@ -140,6 +146,7 @@ const struct td_backend td_backend_cpu = {
     .copy_in = cpu_stream_copy,
     .copy_out = cpu_stream_copy,
     .copy = cpu_stream_copy,
+    .n_saturated = cpu_n_saturated,
     .ops =
         {
 #define X(op, meaning) .op = td_cpu_##op,

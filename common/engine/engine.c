@@ -45,6 +45,8 @@ struct td_engine {
     void *user;
     struct mailbox *box;
     uint32_t layer_delay_ms;
+    enum td_status (*stage)(void *user, const struct td_batch *b, uint32_t layer);
+    void *stage_user;
     _Atomic uint64_t step_start_ns; /* 0: none runs */
 
     pthread_mutex_t run_lock; /* one pass at a time: the rank thread's or run_now's */
@@ -138,12 +140,16 @@ struct layer_call {
     struct slot *slot; /* NULL: call the function instead */
     void (*on_layer)(uint32_t layer, void *user);
     void *user;
+    enum td_status staged; /* not OK: a copy failed */
 };
 
 /* Maybe on another rank's thread, but before the pass ends. */
 static void on_layer(uint32_t layer, void *user)
 {
     struct layer_call *c = user;
+    if (c->engine->stage != NULL && c->slot != NULL && c->staged == TD_OK)
+        c->staged = c->engine->stage(c->engine->stage_user, c->slot->batch, layer);
+    if (c->staged != TD_OK) return;
     if (c->slot != NULL && c->slot->batch->want_layers) post(c->engine, &c->slot->layers[layer].mail);
     if (c->on_layer != NULL) c->on_layer(layer, c->user);
     if (c->engine->layer_delay_ms != 0) sleep_ms(c->engine->layer_delay_ms);
@@ -151,12 +157,14 @@ static void on_layer(uint32_t layer, void *user)
 
 static enum td_status run(struct td_engine *e, struct td_batch *b, struct layer_call *call)
 {
-    bool wants_layers = (call->slot != NULL && b->want_layers) || call->on_layer != NULL || e->layer_delay_ms != 0;
+    bool wants_layers = (call->slot != NULL && b->want_layers) || call->on_layer != NULL || e->layer_delay_ms != 0 ||
+                        (e->stage != NULL && call->slot != NULL);
     pthread_mutex_lock(&e->run_lock);
     atomic_store(&e->step_start_ns, td_clock_ns());
     enum td_status st = td_ranks_run(e->ranks, b, wants_layers ? on_layer : NULL, call);
     atomic_store(&e->step_start_ns, 0);
     pthread_mutex_unlock(&e->run_lock);
+    if (st == TD_OK) st = call->staged;
     if (st != TD_OK && st != TD_E_CANCELED) TD_ERROR("step_failed", "status=%s segments=%u", td_status_name(st), b->n_segments);
     return st;
 }
@@ -221,6 +229,8 @@ enum td_status td_engine_create(struct td_model *model, const struct td_engine_o
     if (h != NULL) e->handlers = *h;
     e->user = user;
     e->layer_delay_ms = o->layer_delay_ms;
+    e->stage = o->stage;
+    e->stage_user = o->stage_user;
     TD_TRY(td_ranks_create(model, o, &e->ranks, err));
     if (loop != NULL) {
         TD_CHECK(e->handlers.on_done != NULL);

@@ -24,6 +24,10 @@ struct td_engine_options {
     void *kv_base[TD_KV_N_GROUPS];
     void *more_kv_base[TD_MAX_RANKS - 1][TD_KV_N_GROUPS];
     uint32_t layer_delay_ms;     /* tests: sleep after each layer */
+    /* If not NULL: called on the rank's thread when a layer's KV is in its pages, before on_layer: for pools whose bytes
+     * travel from a copy. Not OK: the pass ends with it, and nobody hears of the layer. */
+    enum td_status (*stage)(void *user, const struct td_batch *b, uint32_t layer);
+    void *stage_user;
 };
 
 static inline void **td_engine_kv_base(struct td_engine_options *o, uint32_t rank)

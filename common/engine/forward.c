@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "common/base/log.h"
+#include "common/base/mem.h"
 #include "common/engine/plan_int.h"
 #include "common/engine/sample.h"
 
@@ -28,8 +29,11 @@ static enum td_status check_layout(const struct td_forward *f, enum td_kv_group 
                           l->n_layers, l->n_heads, l->head_dim, f->c->n_group_layers[g], n_heads, f->c->head_dim);
     if (l->page_tokens == 0 || l->n_pages == 0 || f->o.kv_base[g] == NULL)
         return td_err_set(err, TD_E_BAD_CONFIG, "KV layout of %s layers: no pages", which);
-    if (l->dtype != TD_F32 && l->dtype != TD_BF16)
-        return td_err_set(err, TD_E_UNSUPPORTED, "KV type of %s layers: only bf16 and f32", which);
+    /* A window holds so little that FP8 saves nothing there. */
+    bool is_known = l->dtype == TD_F32 || l->dtype == TD_BF16 || (l->dtype == TD_E4M3 && g == TD_KV_FULL);
+    if (!is_known)
+        return td_err_set(err, TD_E_UNSUPPORTED, "KV type of %s layers: only bf16, f32%s", which,
+                          g == TD_KV_FULL ? ", e4m3" : "");
     return TD_OK;
 }
 
@@ -61,6 +65,8 @@ enum td_status td_forward_create_rank(struct td_model *model, const struct td_en
                                        .n_experts = c->n_experts,
                                        .intermediate = shard->n_units,
                                        .hidden = c->hidden};
+    if (o->kv[TD_KV_FULL].dtype == TD_E4M3)
+        scratch.fp8_kv_bytes = (size_t)n_pages * td_kv_page_bytes(&o->kv[TD_KV_FULL]);
     uint32_t n_logit_rows = td_device_can_sample(device) ? LOGIT_ROWS_DEVICE : LOGIT_ROWS;
     struct td_workspace_shape shape = {.T = o->max_batch_tokens,
                                        .S = o->max_batch_segments,
@@ -73,10 +79,16 @@ enum td_status td_forward_create_rank(struct td_model *model, const struct td_en
                                        .P = n_pages,
                                        .R = o->max_batch_segments < n_logit_rows ? o->max_batch_segments : n_logit_rows,
                                        .scratch_bytes = td_device_scratch_bytes(device, &scratch)};
+    if (td_device_can_sample(device) && group == NULL) shape.D = shape.R;
     TD_TRY(td_workspace_create(device, &shape, &f.ws, err));
     st = td_stream_create(device, o->n_threads, &f.stream);
     if (st != TD_OK) TD_TRY(td_err_set(err, st, "the engine's stream cannot be created"));
     if (rank == 0) td_workspace_log(&f.ws); /* the others need about the same */
+    if (group == NULL && td_device_has_graphs(device)) {
+        f.graphs = td_calloc(o->max_batch_segments + 1, sizeof *f.graphs);
+        f.has_run = td_calloc(o->max_batch_segments + 1, sizeof *f.has_run);
+        if (f.graphs == NULL || f.has_run == NULL) TD_TRY(td_err_set(err, TD_E_NO_MEMORY, "no memory for graphs"));
+    }
     *out = f;
     return TD_OK;
 out:
@@ -92,6 +104,10 @@ enum td_status td_forward_create(struct td_model *model, const struct td_engine_
 
 void td_forward_free(struct td_forward *f)
 {
+    for (uint32_t i = 0; f->graphs != NULL && i <= f->o.max_batch_segments; i++)
+        td_graph_destroy(f->ws.device, f->graphs[i]);
+    free(f->graphs);
+    free(f->has_run);
     td_stream_destroy(f->stream);
     td_workspace_free(&f->ws);
     *f = (struct td_forward){0};
@@ -129,7 +145,7 @@ struct rows {
     uint32_t n, n_seqs, n_single;
     float *x, *t, *cos, *sin;
     const uint32_t *positions;
-    const struct td_seq_rows *seqs[TD_KV_N_GROUPS];
+    const struct td_seq_rows *seqs[TD_KV_N_GROUPS], *seqs_host[TD_KV_N_GROUPS];
 };
 
 static enum td_status project(struct td_forward *f, uint32_t layer, const struct rows *r, uint32_t parts)
@@ -170,6 +186,9 @@ static enum td_status finish_layer(struct td_forward *f, const struct td_batch *
         .n_seqs = r->n_seqs,
         .n_rows = r->n,
         .n_single = r->n_single,
+        .seqs_host = r->seqs_host[g],
+        .scratch = ws->scratch.dev,
+        .scratch_bytes = ws->scratch.n,
         .sinks = w->sinks,
         .out = ws->heads.dev,
         .n_heads = f->w->shard.n_heads,
@@ -231,6 +250,20 @@ out:
 /* ---- the pass
  * ----------------------------------------------------------------------------------------------------------- */
 
+static struct rows tail_rows(const struct td_forward *f)
+{
+    const struct td_workspace *ws = &f->ws;
+    return (struct rows){.n = f->n_tail,
+                         .n_seqs = f->n_tail,
+                         .n_single = f->n_tail,
+                         .x = ws->tail_x.dev,
+                         .t = ws->tail_t.dev,
+                         .cos = ws->tail_cos.dev,
+                         .sin = ws->tail_sin.dev,
+                         .seqs = {ws->tail_sliding.dev, ws->tail_full.dev},
+                         .seqs_host = {ws->tail_sliding.host, ws->tail_full.host}};
+}
+
 /* Into tail_*: the rows that somebody samples from. Only they go on when the last layer's K and V are stored. */
 static enum td_status take_tail(struct td_forward *f, const struct rows *all, struct rows *out)
 {
@@ -251,14 +284,7 @@ static enum td_status take_tail(struct td_forward *f, const struct rows *all, st
     g.x = all->sin;
     g.y = ws->tail_sin.dev;
     TD_TRY(f->ops->gather(f->stream, &g));
-    *out = (struct rows){.n = f->n_tail,
-                         .n_seqs = f->n_tail,
-                         .n_single = f->n_tail,
-                         .x = ws->tail_x.dev,
-                         .t = ws->tail_t.dev,
-                         .cos = ws->tail_cos.dev,
-                         .sin = ws->tail_sin.dev,
-                         .seqs = {ws->tail_sliding.dev, ws->tail_full.dev}};
+    *out = tail_rows(f);
 out:
     return st;
 }
@@ -278,26 +304,51 @@ static enum td_status finish_row(struct td_forward *f, struct td_segment *s, con
     return TD_OK;
 }
 
-/* The device's draws for the plain ones among n rows. */
-static enum td_status draw_there(struct td_forward *f, const struct td_batch *b, uint32_t first, uint32_t n)
+/* The device's draws for n rows; is_asked[i]: row i's is among them. */
+static enum td_status draw_there(struct td_forward *f, const struct td_batch *b, uint32_t first, uint32_t n,
+                                 bool *is_asked)
 {
     enum td_status st;
     struct td_workspace *ws = &f->ws;
+    struct td_sample_asked asked = {.rows = ws->sample_rows.host,
+                                    .filtered = ws->sample_filtered.host,
+                                    .edits = ws->sample_edits.host,
+                                    .masks = ws->sample_masks.host,
+                                    .max_edits = (uint32_t)ws->sample_edits.n,
+                                    .max_masks = (uint32_t)ws->sample_rows.n,
+                                    .mask_words = (f->c->vocab + 31) / 32,
+                                    .n_ids = f->c->n_token_ids};
+    bool has_tops = false;
     for (uint32_t i = 0; i < n; i++) {
         const struct td_segment *s = &b->segments[ws->tail_segments.host[first + i]];
-        ws->sample_rows.host[i] = (struct td_sample_row){0};
-        if (s->want_token && td_sample_is_plain(s)) td_sample_ask(s, &ws->sample_rows.host[i]);
+        is_asked[i] = s->want_token && td_sample_ask(&asked, s, (uint32_t *)(void *)ws->sample_scratch.host);
+        if (!s->want_token) td_sample_ask_nothing(&asked);
+        has_tops |= asked.rows[i].n_top != 0;
     }
     struct td_sample_args a = {.logits = ws->logits.dev,
                                .rows = ws->sample_rows.dev,
+                               .filtered = ws->sample_filtered.dev,
+                               .edits = ws->sample_edits.dev,
+                               .masks = ws->sample_masks.dev,
                                .out = ws->sampled.dev,
+                               .top = ws->sample_tops.dev,
                                .parts = ws->sample_parts.dev,
                                .n_rows = n,
+                               .n_filtered = asked.n_filtered,
                                .vocab = f->c->vocab,
                                .n_ids = f->c->n_token_ids};
-    TD_TRY(td_stream_copy_in(f->stream, ws->sample_rows.dev, ws->sample_rows.host, n * sizeof *ws->sample_rows.host));
+#define COPY_IN(name, count)                                                                                           \
+    if ((count) != 0) TD_TRY(td_stream_copy_in(f->stream, ws->name.dev, ws->name.host, (count) * sizeof *ws->name.host))
+    COPY_IN(sample_rows, n);
+    COPY_IN(sample_filtered, asked.n_filtered);
+    COPY_IN(sample_edits, asked.n_edits);
+    COPY_IN(sample_masks, (size_t)asked.n_masks * asked.mask_words);
+#undef COPY_IN
     TD_TRY(td_stream_sample(f->stream, &a));
     TD_TRY(td_stream_copy_out(f->stream, ws->sampled.host, ws->sampled.dev, n * sizeof *ws->sampled.host));
+    if (has_tops)
+        TD_TRY(td_stream_copy_out(f->stream, ws->sample_tops.host, ws->sample_tops.dev,
+                                  (size_t)n * TD_SAMPLE_TOPS * sizeof *ws->sample_tops.host));
     TD_TRY(td_stream_sync(f->stream));
 out:
     return st;
@@ -308,19 +359,20 @@ static enum td_status finish(struct td_forward *f, struct td_batch *b, const str
 {
     struct td_workspace *ws = &f->ws;
     uint32_t vocab = f->c->vocab, n_at_once = (uint32_t)(ws->logits.n / vocab);
-    bool can_draw = td_device_can_sample(ws->device);
+    bool can_draw = td_device_can_sample(ws->device), is_asked[LOGIT_ROWS_DEVICE] = {false};
     for (uint32_t first = 0; first < tail->n; first += n_at_once) {
         uint32_t n = tail->n - first < n_at_once ? tail->n - first : n_at_once;
         const char *t = (const char *)tail->t + (size_t)first * f->c->hidden * td_device_act_bytes(ws->device);
         struct td_lm_head_args a = {
             .x = (const float *)(const void *)t, .w = f->w->lm_head, .logits = ws->logits.dev, .n_rows = n};
         enum td_status st = f->ops->lm_head(f->stream, &a);
-        if (st == TD_OK) st = can_draw ? draw_there(f, b, first, n) : td_stream_sync(f->stream);
+        if (st == TD_OK) st = can_draw ? draw_there(f, b, first, n, is_asked) : td_stream_sync(f->stream);
         for (uint32_t i = 0; i < n && st == TD_OK; i++) {
             struct td_segment *s = &b->segments[ws->tail_segments.host[first + i]];
-            bool is_drawn =
-                can_draw && s->want_token && td_sample_is_plain(s) && ws->sampled.host[i].token != UINT32_MAX;
-            if (is_drawn) td_sample_take(s, &ws->sampled.host[i]);
+            bool is_drawn = is_asked[i] && ws->sampled.host[i].token != UINT32_MAX;
+            if (is_drawn)
+                td_sample_take(s, f->c->n_token_ids, &ws->sampled.host[i],
+                               ws->sample_tops.host + (size_t)i * TD_SAMPLE_TOPS);
             if (!is_drawn || s->logits_out != NULL) st = finish_row(f, s, ws->logits.dev + (size_t)i * vocab);
         }
         if (st != TD_OK) return st;
@@ -369,8 +421,9 @@ out:
     return st;
 }
 
+/* From the embedding to the tail rows' final norm. */
 static enum td_status run_layers(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
-                                 void *user)
+                                 void *user, struct rows *tail)
 {
     enum td_status st;
     const struct td_model_config *c = f->c;
@@ -383,7 +436,8 @@ static enum td_status run_layers(struct td_forward *f, struct td_batch *b, void 
                        .cos = ws->cos.dev,
                        .sin = ws->sin.dev,
                        .positions = ws->positions.dev,
-                       .seqs = {ws->seqs_sliding.dev, ws->seqs_full.dev}};
+                       .seqs = {ws->seqs_sliding.dev, ws->seqs_full.dev},
+                       .seqs_host = {ws->seqs_sliding.host, ws->seqs_full.host}};
     struct td_embed_args embed = {
         .tokens = ws->tokens.dev, .table = f->w->embed, .x = all.x, .n_rows = all.n, .dim = c->hidden};
     TD_TRY(f->ops->embed(f->stream, &embed));
@@ -415,20 +469,58 @@ static enum td_status run_layers(struct td_forward *f, struct td_batch *b, void 
             continue;
         }
         if (f->n_tail == 0) break;
-        struct rows tail;
-        TD_TRY(take_tail(f, &all, &tail));
-        TD_TRY(project(f, layer, &tail, TD_QKV_Q));
-        TD_TRY(finish_layer(f, b, layer, &tail));
-        if (f->probe != NULL) f->probe(f->probe_user, (int32_t)c->n_layers, tail.t, tail.n, NULL);
-        TD_TRY(f->group == NULL ? finish(f, b, &tail) : finish_together(f, b, &tail));
+        TD_TRY(take_tail(f, &all, tail));
+        TD_TRY(project(f, layer, tail, TD_QKV_Q));
+        TD_TRY(finish_layer(f, b, layer, tail));
+        if (f->probe != NULL) f->probe(f->probe_user, (int32_t)c->n_layers, tail->t, tail->n, NULL);
     }
-    st = td_stream_sync(f->stream);
 out:
-    if (st == TD_E_DEVICE) TD_ERROR("device_failed", "error=\"%s\"", td_device_last_error(ws->device));
     return st;
 }
 
-/* One rank's part of a pass whose plan is there. All ranks leave together: what they shared may change after. */
+/* A step of nothing but decode is the same launches whatever the lengths: those are in memory. */
+static bool is_recordable(const struct td_forward *f, void (*on_layer)(uint32_t layer, void *user))
+{
+    return f->graphs != NULL && on_layer == NULL && f->probe == NULL && f->n_rows == f->n_segments &&
+           f->n_single == f->n_rows && f->n_tail == f->n_rows;
+}
+
+static enum td_status run_recorded(struct td_forward *f, struct td_batch *b, struct rows *tail)
+{
+    struct td_graph **g = &f->graphs[f->n_rows];
+    if (*g == NULL) {
+        enum td_status st = td_graph_begin(f->stream), recorded = st;
+        if (st == TD_OK) recorded = run_layers(f, b, NULL, NULL, tail);
+        if (st == TD_OK) st = td_graph_end(f->stream, g);
+        if (recorded != TD_OK) {
+            td_graph_destroy(f->ws.device, *g);
+            *g = NULL;
+            return recorded;
+        }
+        if (st != TD_OK) return st;
+    }
+    *tail = tail_rows(f);
+    return td_graph_launch(f->stream, *g);
+}
+
+static enum td_status run_pass(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
+                               void *user)
+{
+    enum td_status st;
+    struct rows tail;
+    if (is_recordable(f, on_layer) && f->has_run[f->n_rows] && !is_abandoned(f, b)) {
+        TD_TRY(run_recorded(f, b, &tail));
+    } else {
+        TD_TRY(run_layers(f, b, on_layer, user, &tail));
+        if (is_recordable(f, on_layer)) f->has_run[f->n_rows] = true;
+    }
+    if (f->n_tail > 0) TD_TRY(f->group == NULL ? finish(f, b, &tail) : finish_together(f, b, &tail));
+    st = td_stream_sync(f->stream);
+out:
+    if (st == TD_E_DEVICE) TD_ERROR("device_failed", "error=\"%s\"", td_device_last_error(f->ws.device));
+    return st;
+}
+
 /* This rank's heads of the pages; in stream order before all that reads or writes them. */
 static enum td_status copy_pages(struct td_forward *f, const struct td_batch *b)
 {
@@ -446,12 +538,13 @@ static enum td_status copy_pages(struct td_forward *f, const struct td_batch *b)
     return TD_OK;
 }
 
+/* One rank's part of a pass whose plan is there. All ranks leave together: what they shared may change after. */
 static enum td_status run_rank(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
                                void *user)
 {
     enum td_status st = td_plan_take(f, f->group != NULL ? f->group->leader : f);
     if (st == TD_OK) st = copy_pages(f, b);
-    if (st == TD_OK) st = run_layers(f, b, on_layer, user);
+    if (st == TD_OK) st = run_pass(f, b, on_layer, user);
     if (st == TD_OK || st == TD_E_CANCELED) {
         enum td_status met = meet(f);
         return met == TD_OK ? st : met;

@@ -32,6 +32,10 @@ struct td_forward {
     const struct td_ops *ops;
     struct td_workspace ws;
     struct td_pieces o_pieces, down_pieces;
+    /* Steps of nothing but decode, recorded by their number of rows: [max_batch_segments + 1]; NULL: no graphs here.
+     * The first step of a size runs, the second is recorded, from then on it is replayed. */
+    struct td_graph **graphs;
+    bool *has_run;
     uint32_t n_pages_max[TD_KV_N_GROUPS]; /* of one segment */
     uint32_t n_rows, n_tail, n_single;    /* of the batch that runs; n_single: segments of one row */
     uint32_t n_segments, n_pages[TD_KV_N_GROUPS];

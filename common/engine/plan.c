@@ -65,7 +65,7 @@ static void plan_group(struct td_forward *f, enum td_kv_group g, const struct td
     const struct td_page_table *t = &s->table[g];
     uint32_t first = first_visible_block(f, g, s->start), end = (s->start + s->n_tokens - 1) / l->page_tokens + 1;
     struct td_seq_rows q = {
-        .row = row, .n_rows = s->n_tokens, .start = s->start, .pages = p->n_pages, .first_block = first};
+        .row = row, .n_rows = s->n_tokens, .start = s->start, .pages = p->n_pages, .first_block = first, .fresh = s->start};
     for (uint32_t b = first; b < end; b++) p->pages[p->n_pages++] = t->pages[b - t->first_block];
     for (uint32_t k = 0; k < s->n_tokens; k++)
         p->row_page[row + k] = p->pages[q.pages + (s->start + k) / l->page_tokens - first];

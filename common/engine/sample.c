@@ -2,6 +2,7 @@
 
 #include <float.h>
 #include <math.h>
+#include <string.h>
 
 #include "common/base/check.h"
 #include "common/base/rng.h"
@@ -274,15 +275,96 @@ bool td_sample_is_plain(const struct td_segment *seg)
     return is_whole && is_untouched && (!seg->want_logprobs || seg->n_top_logprobs == 0);
 }
 
-void td_sample_ask(const struct td_segment *seg, struct td_sample_row *out)
+/* One entry an id: bans, bias and the history meet in it. marks[id] is the entry's number once it has one. */
+static bool list_edits(struct td_sample_asked *to, const struct td_segment *seg, uint32_t *marks)
 {
-    *out = (struct td_sample_row){.u = td_rng_uniform(seg->sampling->seed, seg->draw_index, 0),
-                                  .temperature = seg->sampling->temperature};
+    const uint32_t none = UINT32_MAX;
+    const struct td_sampling *s = seg->sampling;
+    bool has_penalty = s->repetition_penalty != 1 || s->presence_penalty != 0 || s->frequency_penalty != 0;
+    uint32_t n_history = has_penalty ? seg->n_history : 0;
+    for (uint32_t i = 0; i < seg->n_banned; i++)
+        if (seg->banned_ids[i] < to->n_ids) marks[seg->banned_ids[i]] = none;
+    for (uint32_t i = 0; i < s->n_logit_bias; i++)
+        if (s->bias_ids[i] < to->n_ids) marks[s->bias_ids[i]] = none;
+    for (uint32_t i = 0; i < n_history; i++)
+        if (seg->history[i] < to->n_ids) marks[seg->history[i]] = none;
+
+#define EDIT_OF(id_)                                                                                                   \
+    {                                                                                                                  \
+        uint32_t id = (id_);                                                                                           \
+        if (id >= to->n_ids) continue;                                                                                 \
+        if (marks[id] == none) {                                                                                       \
+            if (to->n_edits == to->max_edits) return false;                                                            \
+            marks[id] = to->n_edits;                                                                                   \
+            to->edits[to->n_edits++] = (struct td_sample_edit){.id = id};                                              \
+        }                                                                                                              \
+        e = &to->edits[marks[id]];                                                                                     \
+    }
+    struct td_sample_edit *e;
+    for (uint32_t i = 0; i < seg->n_banned; i++) {
+        EDIT_OF(seg->banned_ids[i])
+        e->how |= TD_EDIT_BANNED;
+    }
+    for (uint32_t i = 0; i < s->n_logit_bias; i++) {
+        EDIT_OF(s->bias_ids[i])
+        e->bias = s->bias_values[i];
+    }
+    for (uint32_t i = 0; i < n_history; i++) {
+        EDIT_OF(seg->history[i])
+        e->how |= TD_EDIT_PENALISED;
+        if (i >= seg->n_prompt) e->how++; /* a count never reaches the flags: contexts are far shorter */
+    }
+#undef EDIT_OF
+    return true;
 }
 
-void td_sample_take(struct td_segment *seg, const struct td_sampled *found)
+void td_sample_ask_nothing(struct td_sample_asked *to)
+{
+    to->rows[to->n_rows++] = (struct td_sample_row){.top_p = 1, .mask = TD_SAMPLE_NO_MASK};
+}
+
+bool td_sample_ask(struct td_sample_asked *to, const struct td_segment *seg, uint32_t *marks)
+{
+    const struct td_sampling *s = seg->sampling;
+    struct td_sample_row *r = &to->rows[to->n_rows];
+    td_sample_ask_nothing(to);
+    uint32_t first_edit = to->n_edits;
+    bool is_plain = td_sample_is_plain(seg);
+    if (!is_plain && ((seg->mask != NULL && to->n_masks == to->max_masks) || !list_edits(to, seg, marks))) {
+        to->n_edits = first_edit;
+        return false;
+    }
+    r->u = td_rng_uniform(s->seed, seg->draw_index, 0);
+    r->temperature = s->temperature;
+    if (is_plain) return true;
+    r->is_filtered = 1;
+    to->filtered[to->n_filtered++] = to->n_rows - 1;
+    r->top_p = s->top_p;
+    r->min_p = s->min_p;
+    r->top_k = s->top_k;
+    r->repetition = s->repetition_penalty;
+    r->presence = s->presence_penalty;
+    r->frequency = s->frequency_penalty;
+    r->first_edit = first_edit;
+    r->n_edits = to->n_edits - first_edit;
+    if (seg->want_logprobs) r->n_top = seg->n_top_logprobs < TD_SAMPLE_TOPS ? seg->n_top_logprobs : TD_SAMPLE_TOPS;
+    if (r->n_top > to->n_ids) r->n_top = to->n_ids;
+    if (seg->mask != NULL) {
+        r->mask = to->n_masks++;
+        memcpy(to->masks + (size_t)r->mask * to->mask_words, seg->mask,
+               ((size_t)to->n_ids + 31) / 32 * sizeof *seg->mask);
+    }
+    return true;
+}
+
+void td_sample_take(struct td_segment *seg, uint32_t n_ids, const struct td_sampled *found,
+                    const struct td_sample_top *top)
 {
     seg->token = found->token;
-    if (seg->want_logprobs)
-        seg->chosen = (struct td_logprob){.id = found->token, .logprob = logprob_of(found->logit, found->log_sum)};
+    if (!seg->want_logprobs) return;
+    seg->chosen = (struct td_logprob){.id = found->token, .logprob = logprob_of(found->logit, found->log_sum)};
+    if (seg->n_top_logprobs > TD_SAMPLE_TOPS) seg->n_top_logprobs = TD_SAMPLE_TOPS;
+    if (seg->n_top_logprobs > n_ids) seg->n_top_logprobs = n_ids;
+    for (uint32_t i = 0; i < seg->n_top_logprobs; i++)
+        seg->top[i] = (struct td_logprob){.id = top[i].id, .logprob = logprob_of(top[i].logit, found->log_sum)};
 }

@@ -34,12 +34,26 @@
  * field as in common.proto. */
 enum td_status td_sampling_check(const struct td_sampling *s, uint32_t n_vocab, struct td_err *err);
 
-/* Whether a segment's draw is one that a backend can do: nothing but temperature, and at most the token's own
- * log-probability. The segment wants a token. */
+/* Draws that a backend does, of one turn: rows as they are asked for, in the host's copies of what td_sample_args
+ * points to. max_*: room there. */
+struct td_sample_asked {
+    struct td_sample_row *rows;
+    uint32_t *filtered;
+    struct td_sample_edit *edits;
+    uint32_t *masks; /* mask_words each */
+    uint32_t n_rows, n_filtered, n_edits, n_masks;
+    uint32_t max_edits, max_masks, mask_words;
+    uint32_t n_ids;
+};
+/* Whether a segment's draw is plain: nothing but temperature, and at most the token's own log-probability. */
 bool td_sample_is_plain(const struct td_segment *seg);
-/* The backend's row and, afterwards, what it found, as td_sample would leave it in the segment. */
-void td_sample_ask(const struct td_segment *seg, struct td_sample_row *out);
-void td_sample_take(struct td_segment *seg, const struct td_sampled *found);
+/* Adds a row for the segment's draw. false: there is no room for what it edits, and the row is a dummy; the host draws.
+ * marks: n_ids of scratch. */
+bool td_sample_ask(struct td_sample_asked *to, const struct td_segment *seg, uint32_t *marks);
+void td_sample_ask_nothing(struct td_sample_asked *to); /* a dummy, for a row whose segment wants no token */
+/* What the backend found, as td_sample would leave it in the segment. top: the row's. */
+void td_sample_take(struct td_segment *seg, uint32_t n_ids, const struct td_sampled *found,
+                    const struct td_sample_top *top);
 
 /* Size of td_sample's scratch, in floats. It must be heap memory (it is used as floats and as integers); its contents
  * do not matter before or after. */

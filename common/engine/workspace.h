@@ -5,8 +5,10 @@
 #include "common/base/status.h"
 #include "kernels/device.h"
 
+#define TD_WORKSPACE_EDITS 65536u /* of a turn of draws; what has more is drawn on the host */
+
 struct td_workspace_shape {
-    size_t T, S, H, Q, C, K, V, G, P, R, scratch_bytes;
+    size_t T, S, H, Q, C, K, V, G, P, R, D, scratch_bytes;
 };
 
 struct td_workspace {

@@ -234,6 +234,9 @@ static void commit_pages(struct td_rx_reservation *r, const struct happening *h)
     td_metric_add(TD_M_handoffs_completed, 1);
     td_metric_add(TD_M_handoff_bytes, c.kv_bytes);
     td_metric_observe(TD_M_handoff_seconds, (double)(now(rx) - r->reserved_ns) / (double)TD_NS_PER_S);
+    if (rx->ports.arrived != NULL)
+        rx->ports.arrived(rx->ports.self, (const uint32_t *const[]){r->pages[TD_KV_SLIDING], r->pages[TD_KV_FULL]},
+                          r->n_pages);
     rx->ports.ready(rx->ports.self, r, &c);
     end(r);
 }

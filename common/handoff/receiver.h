@@ -33,6 +33,8 @@ struct td_rx_ports {
     /* The reservation holds nothing any more and its storage goes when this returns. Last callback, exactly once; also
      * after READY (right after ready returned). Not called once disowned. */
     void (*ended)(void *self, struct td_rx_reservation *r);
+    /* The bytes of these pages are here: just before ready, for pools whose bytes arrive in a copy. May be NULL. */
+    void (*arrived)(void *self, const uint32_t *const pages[TD_KV_N_GROUPS], const uint32_t n_pages[TD_KV_N_GROUPS]);
 };
 
 struct td_rx_options {

@@ -213,6 +213,13 @@ static enum td_status memory_pool_register(struct td_xfer *x, void *base, size_t
     return make_pool(memory_node_of(x), base, false, n_bytes, out, err);
 }
 
+static enum td_status memory_pool_register_device(struct td_xfer *x, void *base, size_t n_bytes,
+                                                  struct td_xfer_pool **out, struct td_err *err)
+{
+    (void)x, (void)base, (void)n_bytes, (void)out;
+    return td_err_set(err, TD_E_UNSUPPORTED, "transfer \"memory\" reaches no device's memory");
+}
+
 static struct memory_pool *pool_of(struct td_xfer_pool *p)
 {
     struct memory_pool *q = (struct memory_pool *)(void *)p;
@@ -323,6 +330,7 @@ const struct td_xfer_ops td_xfer_memory = {
     .destroy = memory_destroy,
     .pool_create = memory_pool_create,
     .pool_register = memory_pool_register,
+    .pool_register_device = memory_pool_register_device,
     .pool_destroy = memory_pool_destroy,
     .pool_base = memory_pool_base,
     .address = memory_address,

@@ -485,6 +485,7 @@ const struct td_xfer_ops td_xfer_ucx = {
     .destroy = ucx_destroy,
     .pool_create = td_ucx_pool_create,
     .pool_register = td_ucx_pool_register,
+    .pool_register_device = td_ucx_pool_register_device,
     .pool_destroy = td_ucx_pool_destroy,
     .pool_base = td_ucx_pool_base,
     .address = ucx_address,

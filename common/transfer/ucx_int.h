@@ -237,6 +237,8 @@ void td_ucx_backlog_give(struct ucx_mailbox *mb, size_t n_bytes); /* any thread 
 
 /* ucx_pool.c */
 enum td_status td_ucx_pool_create(struct td_xfer *x, size_t n_bytes, struct td_xfer_pool **out, struct td_err *err);
+enum td_status td_ucx_pool_register_device(struct td_xfer *x, void *base, size_t n_bytes, struct td_xfer_pool **out,
+                                           struct td_err *err);
 enum td_status td_ucx_pool_register(struct td_xfer *x, void *base, size_t n_bytes, struct td_xfer_pool **out,
                                     struct td_err *err);
 void td_ucx_pool_destroy(struct td_xfer_pool *p);
@@ -288,6 +290,7 @@ enum td_status td_ucx_emulate_listen(struct ucx *x, struct td_err *err);
 /* ucx_path.c: transfer thread */
 void td_ucx_find_paths(struct ucx_peer *p);
 bool td_ucx_has_shared_memory(ucp_context_h c);
+bool td_ucx_has_device_memory(ucp_context_h c); /* and peers on this machine can write it */
 
 /* ucx_message.c */
 enum td_status td_ucx_message_listen(struct ucx *x, struct td_err *err);

@@ -93,7 +93,7 @@ void td_ucx_find_paths(struct ucx_peer *p)
     for (unsigned i = 0; i < p->n_pools; i++) find_path(p, &l, &p->pools[i]);
 }
 
-bool td_ucx_has_shared_memory(ucp_context_h c)
+static bool uses(ucp_context_h c, const char *one, const char *other)
 {
     char *text = NULL;
     size_t n = 0;
@@ -102,7 +102,10 @@ bool td_ucx_has_shared_memory(ucp_context_h c)
     ucp_context_print_info(c, f);
     fclose(f);
     /* "resource 0  :  md 0  dev 0  flags -- sysv/memory": what is in use, not merely built in */
-    bool has = text != NULL && (strstr(text, " sysv/") != NULL || strstr(text, " posix/") != NULL);
+    bool has = text != NULL && (strstr(text, one) != NULL || strstr(text, other) != NULL);
     free(text);
     return has;
 }
+
+bool td_ucx_has_shared_memory(ucp_context_h c) { return uses(c, " sysv/", " posix/"); }
+bool td_ucx_has_device_memory(ucp_context_h c) { return uses(c, " cuda_ipc/", " cuda_ipc/"); }

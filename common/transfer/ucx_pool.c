@@ -171,6 +171,19 @@ enum td_status td_ucx_pool_register(struct td_xfer *x, void *base, size_t n_byte
     return create(ucx_of(x), base, n_bytes, out, err);
 }
 
+enum td_status td_ucx_pool_register_device(struct td_xfer *x, void *base, size_t n_bytes, struct td_xfer_pool **out,
+                                           struct td_err *err)
+{
+    /* UCX without CUDA takes such an address for the host's, and would store through it. */
+    if (!td_ucx_has_device_memory(ucx_of(x)->context))
+        return td_err_set(err, TD_E_UNSUPPORTED, "UCX has no cuda_ipc here");
+    enum td_status st = td_ucx_pool_register(x, base, n_bytes, out, err);
+    if (st != TD_OK || pool_of(*out)->kind == TD_POOL_DEVICE) return st;
+    destroy(pool_of(*out));
+    *out = NULL;
+    return td_err_set(err, TD_E_UNSUPPORTED, "UCX does not know this memory for a device's");
+}
+
 void td_ucx_pool_destroy(struct td_xfer_pool *p)
 {
     if (p != NULL && !pool_of(p)->x->is_destroying) destroy(pool_of(p)); /* else it goes with the rest */

@@ -104,6 +104,9 @@ struct td_xfer_ops {
      * cannot. */
     enum td_status (*pool_register)(struct td_xfer *x, void *base, size_t n_bytes, struct td_xfer_pool **out,
                                     struct td_err *err);
+    /* A device's memory, for peers to write there; UNSUPPORTED where the transport does not reach it. */
+    enum td_status (*pool_register_device)(struct td_xfer *x, void *base, size_t n_bytes, struct td_xfer_pool **out,
+                                           struct td_err *err);
     void (*pool_destroy)(struct td_xfer_pool *p);
     void *(*pool_base)(struct td_xfer_pool *p);
     /* What a peer needs: our address, and a pool's key (which also says its size). Borrowed until destroy. */

@@ -9,6 +9,8 @@
 #include "common/base/json.h"
 #include "common/base/log.h"
 #include "common/metrics/metrics.h"
+#include "common/model/weights.h"
+#include "kernels/device.h"
 
 #define SHUTDOWN_GRACE_MS 2000u /* for what is queued on streams */
 #define HURRIED_GRACE_MS  250u
@@ -215,6 +217,9 @@ void td_worker_refresh_metrics(void *user)
     td_metric_set(TD_M_kv_pages_cached_full, td_kv_pages_n_kept(w->kv, TD_KV_FULL));
     td_metric_set(TD_M_kv_pages_total_sliding, td_kv_pages_n_total(w->kv, TD_KV_SLIDING));
     td_metric_set(TD_M_kv_pages_total_full, td_kv_pages_n_total(w->kv, TD_KV_FULL));
+    uint64_t n_saturated = td_device_n_saturated(td_model_device_of(w->model));
+    td_metric_add(TD_M_kv_values_saturated, n_saturated - w->n_saturated);
+    w->n_saturated = n_saturated;
     if (w->role->refresh_metrics != NULL) w->role->refresh_metrics(w->self);
 }
 

@@ -18,8 +18,8 @@
 
 static enum td_status check_config(const struct td_config *c, struct td_err *err)
 {
-    if (strcmp(c->device, "cpu") != 0)
-        return td_err_set(err, TD_E_BAD_CONFIG, "--device: \"%s\" cannot serve yet (cpu can)", c->device);
+    enum td_status st = td_worker_check_device(c, err);
+    if (st != TD_OK) return st;
     if (strcmp(c->load_format, "safetensors") != 0 && strcmp(c->load_format, "dummy") != 0)
         return td_err_set(err, TD_E_BAD_CONFIG, "--load-format: \"%s\" is not safetensors or dummy", c->load_format);
     if (c->router[0] != '\0' && strchr(c->router, ':') == NULL)
@@ -55,11 +55,15 @@ enum td_status td_worker_load_model(struct td_worker *w, struct td_err *err)
                                  .tp = w->cfg.tp,
                                  .ep = w->cfg.ep};
     uint64_t begun = td_clock_ns();
-    enum td_status st = td_model_load(w->cfg.model, &o, &w->model, err);
+    enum td_status st = td_worker_open_device(w, err);
+    if (st != TD_OK) return st;
+    o.device = w->device;
+    st = td_model_load(w->cfg.model, &o, &w->model, err);
     if (st == TD_E_BAD_CONFIG) return st; /* names --tp or --ep itself */
     if (st != TD_OK) return td_err_prefix(err, st, "--model");
     TD_INFO("model_loaded", "model=%s bytes=%" PRIu64 " ms=%" PRIu64 " fingerprint=%s", w->cfg.model_name,
             td_model_weight_bytes(w->model), (td_clock_ns() - begun) / TD_NS_PER_MS, td_model_fingerprint(w->model));
+    if (w->cfg.explain_kernels) td_worker_explain_kernels(w);
     return TD_OK;
 }
 
@@ -88,15 +92,15 @@ enum td_status td_worker_lay_out_kv(struct td_worker *w, uint32_t n_sliding, str
 {
     const struct td_model_config *c = td_model_config_of(w->model);
     enum td_dtype dtype;
-    if (td_kv_dtype_parse(w->cfg.kv_dtype, &dtype) != TD_OK || (dtype != TD_BF16 && dtype != TD_F32))
-        return td_err_set(err, TD_E_BAD_CONFIG, "--kv-dtype: \"%s\" is not bf16 or f32", w->cfg.kv_dtype);
+    if (td_kv_dtype_parse(w->cfg.kv_dtype, &dtype) != TD_OK)
+        return td_err_set(err, TD_E_BAD_CONFIG, "--kv-dtype: \"%s\" is not bf16, f32 or e4m3", w->cfg.kv_dtype);
     for (int g = 0; g < TD_KV_N_GROUPS; g++)
         w->kv_layout[g] = (struct td_kv_group_layout){
             .n_layers = c->n_group_layers[g],
             .n_heads = c->n_kv_heads,
             .head_dim = c->head_dim,
             .page_tokens = w->cfg.kv_page_tokens,
-            .dtype = dtype,
+            .dtype = dtype == TD_E4M3 && g == TD_KV_SLIDING ? TD_BF16 : dtype,
         };
     /* Windows of cached boundaries: 2 pages for every TD_KV_PREFIX_STRIDE of full layers. */
     if (w->cfg.prefix_cache != 0) {
@@ -110,8 +114,13 @@ enum td_status td_worker_lay_out_kv(struct td_worker *w, uint32_t n_sliding, str
     for (int g = 0; g < TD_KV_N_GROUPS; g++) w->kv_layout[g].n_heads /= w->cfg.tp;
     if (st == TD_OK) st = choose_context(w, err);
     if (st != TD_OK) return st;
-    td_peer_layout_of(c, td_model_fingerprint(w->model), c->is_mxfp4 ? "mxfp4" : "bf16", w->kv_layout,
-                      &w->descriptor.layout);
+    /* Experts in FP8 and in MXFP4 on a GPU give the same products, and other ones than exact arithmetic. */
+    bool is_exact = strcmp(w->cfg.moe_weights, "bf16") == 0;
+    td_peer_layout_of(c, td_model_fingerprint(w->model),
+                      !is_exact     ? "fp8"
+                      : c->is_mxfp4 ? "mxfp4"
+                                    : "bf16",
+                      w->kv_layout, &w->descriptor.layout);
     uint32_t n_pages[TD_KV_N_GROUPS];
     for (int g = 0; g < TD_KV_N_GROUPS; g++) n_pages[g] = w->kv_layout[g].n_pages;
     st = td_kv_pages_create(n_pages, &w->kv);
@@ -133,9 +142,7 @@ enum td_status td_worker_open_transfer(struct td_worker *w, const struct td_xfer
                                 .tls = w->cfg.ucx_tls,
                                 .keepalive_ms = w->cfg.xfer_keepalive};
     enum td_status st = w->xfer_ops->open(w->loop, &o, h, user, &w->xfer, err);
-    for (uint32_t r = 0; r < w->cfg.tp; r++)
-        for (int g = 0; st == TD_OK && g < TD_KV_N_GROUPS; g++)
-            st = w->xfer_ops->pool_create(w->xfer, td_kv_pool_bytes(&w->kv_layout[g]), &w->pools[r][g], err);
+    if (st == TD_OK) st = td_worker_create_pools(w, err);
     return st == TD_OK ? td_worker_watch_pages(w, err) : st;
 }
 
@@ -149,9 +156,13 @@ enum td_status td_worker_create_engine(struct td_worker *w, uint32_t max_tokens,
         .n_threads = w->cfg.threads,
         .layer_delay_ms = w->cfg.layer_delay,
     };
+    if (w->staging != NULL && w->role->daemon == TD_PREFILL) {
+        o.stage = td_worker_stage_out;
+        o.stage_user = w;
+    }
     for (int g = 0; g < TD_KV_N_GROUPS; g++) {
         o.kv[g] = w->kv_layout[g];
-        for (uint32_t r = 0; r < w->cfg.tp; r++) td_engine_kv_base(&o, r)[g] = w->xfer_ops->pool_base(w->pools[r][g]);
+        for (uint32_t r = 0; r < w->cfg.tp; r++) td_engine_kv_base(&o, r)[g] = td_worker_kv_base(w, r, g);
     }
     return td_engine_create(w->model, &o, w->loop, h, user, &w->engine, err);
 }
@@ -298,6 +309,7 @@ void td_worker_close_ports(struct td_worker *w)
 void td_worker_close_transfer(struct td_worker *w)
 {
     if (w->kv != NULL) td_kv_pages_set_watch(w->kv, NULL); /* its memory goes before its last pages are free */
+    td_worker_unpin_pools(w);
     if (w->xfer != NULL) w->xfer_ops->destroy(w->xfer);
 }
 
@@ -305,6 +317,7 @@ void td_worker_free(struct td_worker *w)
 {
     td_kv_pages_destroy(w->kv);
     td_model_destroy(w->model);
+    td_worker_close_device(w);
     td_loop_destroy(w->loop);
 }
 

@@ -44,6 +44,7 @@ struct td_worker {
     struct td_config cfg;
     uint64_t incarnation;
     struct td_loop *loop;
+    struct td_device *device; /* NULL: the CPU, which the model opens itself */
     struct td_model *model;
     uint32_t max_context_tokens;
     struct td_kv_group_layout kv_layout[TD_KV_N_GROUPS]; /* of one rank */
@@ -51,6 +52,10 @@ struct td_worker {
     const struct td_xfer_ops *xfer_ops;
     struct td_xfer *xfer;
     struct td_xfer_pool *pools[TD_MAX_RANKS][TD_KV_N_GROUPS];
+    void *kv_base[TD_KV_N_GROUPS]; /* on a device: the pools the engine uses */
+    struct td_stream *staging;     /* copies between them and what peers write; NULL: peers write them */
+    bool is_pinned[TD_KV_N_GROUPS];
+    uint64_t n_saturated; /* as last told to the metrics */
     struct td_descriptor descriptor; /* its layout is set by td_worker_lay_out_kv, the rest by td_worker_listen */
     struct td_engine *engine;
     struct td_rpc_method methods[4];
@@ -89,6 +94,20 @@ enum td_status td_worker_listen(struct td_worker *w, struct td_err *err); /* gRP
 enum td_status td_worker_join(struct td_worker *w, struct td_err *err);   /* from here on the router sends work */
 /* Runs until stopped. Does not return if a step hangs (its thread cannot be joined): exits. */
 enum td_status td_worker_run(struct td_worker *w);
+
+/* --- the device (device.c), used by the steps above --------------------------------------------------------- */
+enum td_status td_worker_check_device(const struct td_config *c, struct td_err *err);
+enum td_status td_worker_open_device(struct td_worker *w, struct td_err *err);
+void td_worker_explain_kernels(const struct td_worker *w);
+enum td_status td_worker_create_pools(struct td_worker *w, struct td_err *err);
+void *td_worker_kv_base(const struct td_worker *w, uint32_t rank, int group);
+/* What arrived from a prefill worker is in the pages the engine reads. Waits for the copies, if there are any. */
+void td_worker_stage_in(struct td_worker *w, const uint32_t *const pages[TD_KV_N_GROUPS],
+                        const uint32_t n_pages[TD_KV_N_GROUPS]);
+/* The engine's stage: pages of a layer go where they can be sent from. user: the worker. The rank's thread. */
+enum td_status td_worker_stage_out(void *user, const struct td_batch *b, uint32_t layer);
+void td_worker_unpin_pools(struct td_worker *w);  /* before the transfer frees them */
+void td_worker_close_device(struct td_worker *w); /* after the model */
 
 /* --- the end of main: what was started, backwards, around what the role destroys itself
  * -------------------------------- */

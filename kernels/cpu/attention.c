@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "kernels/cpu/cpu_int.h"
+#include "kernels/e4m3.h"
 
 struct job {
     struct td_cpu_stream *s;
@@ -31,6 +32,19 @@ static uint32_t find_rows(const struct td_attention_args *a, const struct td_seq
         for (; c < stop; c++, p += step) rows[c - first] = p;
     }
     return end - first;
+}
+
+/* FP8 rows as bf16 ones, which everything finite there is. */
+static enum td_dtype widen_rows(const struct td_attention_args *a, const void **rows, uint32_t n,
+                                uint16_t wide[][TD_HEAD_MAX])
+{
+    if (a->kv.layout.dtype != TD_E4M3) return a->kv.layout.dtype;
+    for (uint32_t i = 0; i < n; i++) {
+        const uint8_t *from = rows[i];
+        for (uint32_t d = 0; d < a->head_dim; d++) wide[i][d] = td_e4m3_to_bf16(from[d]);
+        rows[i] = wide[i];
+    }
+    return TD_BF16;
 }
 
 struct tile {
@@ -120,13 +134,14 @@ static void task(void *ctx, uint32_t index, uint32_t thread)
         uint32_t base = block * TD_KEYS, lo = base < seen ? seen - base : 0;
         uint32_t end = td_min_u32(TD_KEYS, t.last + 1 - base);
         const void *rows[TD_KEYS];
+        uint16_t wide[TD_KEYS][TD_HEAD_MAX];
         /* Rows before lo stand in for themselves as row lo: masked, but finite memory. */
         find_rows(a, q, head, false, base + lo, base + end, rows + lo);
         for (uint32_t i = 0; i < lo; i++) rows[i] = rows[lo];
-        micro->pack_keys(z->k, rows, end, dim, a->kv.layout.dtype);
+        micro->pack_keys(z->k, rows, end, dim, widen_rows(a, rows, end, wide));
         find_rows(a, q, head, true, base + lo, base + end, rows + lo);
         for (uint32_t i = 0; i < lo; i++) rows[i] = rows[lo];
-        micro->pack_values(z->v, rows, end, dim, a->kv.layout.dtype);
+        micro->pack_values(z->v, rows, end, dim, widen_rows(a, rows, end, wide));
 
         /* The positions that see some of it. */
         uint32_t p = base > t.from ? base : t.from;
@@ -148,7 +163,7 @@ enum td_status td_cpu_attention(struct td_stream *s, const struct td_attention_a
 {
     uint32_t group = a->n_heads / a->n_kv_heads, longest = 0;
     if (a->head_dim % TD_LANES != 0 || a->head_dim > TD_HEAD_MAX || group > TD_ATTN_ROWS) return TD_E_UNSUPPORTED;
-    if (a->kv.layout.dtype != TD_F32 && a->kv.layout.dtype != TD_BF16) return TD_E_UNSUPPORTED;
+    if (a->kv.layout.dtype == TD_U8) return TD_E_UNSUPPORTED;
     for (uint32_t i = 0; i < a->n_seqs; i++)
         if (a->seqs[i].n_rows > longest) longest = a->seqs[i].n_rows;
     struct job j = {.s = td_cpu_stream(s), .a = a, .group = group, .tile = TD_ATTN_ROWS / group};

@@ -53,6 +53,8 @@ static inline uint32_t td_cpu_gate_up_cols(uint32_t n_units)
 void td_cpu_matmul(struct td_cpu_stream *s, const float *x, const struct td_weight *w, const struct td_pieces *pieces,
                    float *y, uint32_t n_rows);
 
+uint64_t td_cpu_n_saturated(void);
+
 size_t td_cpu_moe_scratch_bytes(uint32_t n_rows, uint32_t top_k, uint32_t n_experts, uint32_t intermediate);
 
 #define X(op, meaning) enum td_status td_cpu_##op(struct td_stream *s, const struct td_##op##_args *a);

@@ -1,12 +1,31 @@
 /* Query, key and value of each row: product, bias, rotation (q and k), then q to its buffer and K, V to the row's place
  * in its page, rounded to the pages' type. A task is some rows by one head. */
+#include <math.h>
+#include <stdatomic.h>
+
 #include "kernels/cpu/cpu_int.h"
+#include "kernels/e4m3.h"
 
 struct job {
     struct td_cpu_stream *s;
     const struct td_qkv_args *a;
     uint32_t n_row_blocks, first_head;
 };
+
+/* How many values of all passes were beyond what E4M3 holds. */
+static _Atomic uint64_t n_saturated;
+
+uint64_t td_cpu_n_saturated(void) { return atomic_load_explicit(&n_saturated, memory_order_relaxed); }
+
+static void store_fp8(uint8_t *to, const float *v, uint32_t n)
+{
+    uint32_t n_beyond = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        to[i] = td_e4m3_encode(v[i]);
+        n_beyond += fabsf(v[i]) > TD_E4M3_SATURATES_ABOVE;
+    }
+    if (n_beyond != 0) atomic_fetch_add_explicit(&n_saturated, n_beyond, memory_order_relaxed);
+}
 
 static void task(void *ctx, uint32_t index, uint32_t thread)
 {
@@ -35,7 +54,11 @@ static void task(void *ctx, uint32_t index, uint32_t thread)
         } else {
             uint32_t pos = a->positions[t] % a->kv.layout.page_tokens;
             size_t at = td_kv_offset(&a->kv.layout, a->kv.layer, a->row_page[t], kv_head, is_v, pos);
-            j->s->micro->store((char *)a->kv.pool + at, v, dim, a->kv.layout.dtype);
+            char *to = (char *)a->kv.pool + at;
+            if (a->kv.layout.dtype == TD_E4M3)
+                store_fp8((uint8_t *)to, v, dim);
+            else
+                j->s->micro->store(to, v, dim, a->kv.layout.dtype);
         }
     }
 }

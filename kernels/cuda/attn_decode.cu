@@ -9,11 +9,11 @@
  * A unit that several thread blocks share: each leaves its part in memory; the last to arrive adds the parts in order and
  * counts the sink, once. Nothing waits. */
 #include "kernels/cuda/cuda_int.h"
+#include "kernels/cuda/e4m3.cuh"
 #include "kernels/cuda/mma.cuh"
 
 #define KEYS     64
 #define WARPS    4
-#define STAGES   5
 #define THREADS  (32 * (WARPS + 1))
 #define MAX_SEQS 512
 #define MIN_SHARE 2u /* blocks of keys a thread block should have: fewer would cost more in adding parts */
@@ -31,9 +31,19 @@ struct decode_args {
     float scale_log2;
 };
 
-struct decode_smem {
-    alignas(1024) uint8_t k[STAGES][KEYS * 128];
-    alignas(1024) uint8_t v[STAGES][KEYS * 128];
+/* One shape of the kernel: stages of the ring, thread blocks a multiprocessor, pages of FP8. */
+template <int STAGES_, int BLOCKS_, bool IS_FP8_> struct shape {
+    static constexpr int STAGES = STAGES_, BLOCKS = BLOCKS_;
+    static constexpr bool IS_FP8 = IS_FP8_;
+    static constexpr uint32_t ROW = IS_FP8 ? 64 : 128; /* bytes of a key */
+};
+using bf16_shape = shape<5, 2, false>; /* for windows too: <3, 3> took 20.8 us for 128 of them where this takes 16.1 */
+using fp8_shape = shape<8, 2, true>;
+
+template <class S> struct decode_smem {
+    static constexpr int STAGES = S::STAGES;
+    alignas(1024) uint8_t k[STAGES][KEYS * S::ROW];
+    alignas(1024) uint8_t v[STAGES][KEYS * S::ROW];
     float o[WARPS][8][64 + 4], max[WARPS][8], sum[WARPS][8];
     uint64_t full[STAGES], empty[STAGES];
     uint32_t warp_sums[THREADS / 32], is_last;
@@ -59,7 +69,8 @@ static __device__ __forceinline__ view view_of(const decode_args &a, const td_se
 struct stretch {
     uint32_t seq, head, begin, end, n; /* blocks begin .. end - 1 of n */
 };
-static __device__ __forceinline__ stretch stretch_at(const decode_smem &sm, uint32_t n_seqs, uint32_t n_heads,
+template <class S>
+static __device__ __forceinline__ stretch stretch_at(const decode_smem<S> &sm, uint32_t n_seqs, uint32_t n_heads,
                                                      uint32_t at, uint32_t end)
 {
     uint32_t lo = 0, hi = n_seqs - 1; /* the last sequence that begins at or before `at`; those without work are passed over */
@@ -81,7 +92,8 @@ static __device__ __forceinline__ stretch stretch_at(const decode_smem &sm, uint
 }
 
 /* Where the work of thread block c begins; of n thread blocks. */
-static __device__ uint32_t cut_at(const decode_args &a, const decode_smem &sm, uint32_t c, uint32_t n, uint32_t total)
+template <class S>
+static __device__ uint32_t cut_at(const decode_args &a, const decode_smem<S> &sm, uint32_t c, uint32_t n, uint32_t total)
 {
     uint32_t at = (uint32_t)((uint64_t)c * total / n);
     if (at == 0 || at >= total) return at;
@@ -91,7 +103,7 @@ static __device__ uint32_t cut_at(const decode_args &a, const decode_smem &sm, u
 }
 
 /* blocks_before by a scan of the batch; returns the total of one head. */
-static __device__ uint32_t scan(const decode_args &a, decode_smem &sm)
+template <class S> static __device__ uint32_t scan(const decode_args &a, decode_smem<S> &sm)
 {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t before = 0;
@@ -125,36 +137,70 @@ static __device__ uint32_t scan(const decode_args &a, decode_smem &sm)
     return before;
 }
 
-static __device__ void produce(const decode_args &a, const CUtensorMap *map, decode_smem &sm, uint32_t at, uint32_t end)
+/* Blocks whose pages the lanes of a warp look up at once: of one stretch, block b + lane / n_boxes. */
+struct lookup {
+    uint32_t n;  /* blocks */
+    uint32_t row; /* of the pool: this lane's box, if it is_there */
+    bool is_there;
+    uint32_t n_old; /* blocks of them that no kernel of this pass writes */
+};
+
+template <class S>
+static __device__ void produce(const decode_args &a, const CUtensorMap *map, decode_smem<S> &sm, uint32_t at, uint32_t end)
 {
+    constexpr uint32_t STAGES = S::STAGES;
     const uint32_t lane = threadIdx.x % 32, n_boxes = KEYS / a.box, at_once = 32 / n_boxes;
-    uint32_t i = 0;
-    while (at < end) {
-        stretch s = stretch_at(sm, a.n_seqs, a.n_kv_heads, at, end);
+    stretch s = stretch_at(sm, a.n_seqs, a.n_kv_heads, at, end);
+    uint32_t b = s.begin, i = 0;
+    auto look = [&]() {
         const td_seq_rows &q = sm.seqs[s.seq];
-        view v = view_of(a, q);
-        for (uint32_t b = s.begin; b < s.end; b += at_once) { /* each lane finds the page of one box of these blocks */
-            uint32_t key = (v.first + b) * KEYS + lane * a.box, row = 0;
-            bool is_there = b + lane / n_boxes < s.end && key + a.box > v.lo && key <= v.hi;
-            if (is_there) {
-                uint32_t page = a.pages[q.pages + (key / a.page_tokens - q.first_block)];
-                row = ((page * a.n_kv_heads + s.head) * 2) * a.page_tokens + key % a.page_tokens;
-            }
-            for (uint32_t j = 0; j < at_once && b + j < s.end; j++, i++) {
-                uint32_t st = i % STAGES, box = (lane % n_boxes) * a.box * 128;
-                bool is_mine = is_there && lane / n_boxes == j;
-                uint32_t bytes = __popc(__ballot_sync(~0u, is_mine)) * a.box * 256;
-                barrier_wait(&sm.empty[st], (i / STAGES & 1) ^ 1);
-                if (lane == 0) barrier_expect(&sm.full[st], bytes);
-                __syncwarp();
-                if (is_mine) {
-                    copy_box_2d(sm.k[st] + box, map, &sm.full[st], 0, (int)row);
-                    copy_box_2d(sm.v[st] + box, map, &sm.full[st], 0, (int)(row + a.page_tokens));
-                }
+        const view v = view_of(a, q);
+        const uint32_t key = (v.first + b) * KEYS + lane * a.box;
+        lookup l = {min(at_once, s.end - b), 0, b + lane / n_boxes < s.end && key + a.box > v.lo && key <= v.hi, 0};
+        l.n_old = max(q.fresh / KEYS, v.first + b) - (v.first + b);
+        if (l.is_there) {
+            uint32_t page = a.pages[q.pages + (key / a.page_tokens - q.first_block)];
+            l.row = ((page * a.n_kv_heads + s.head) * 2) * a.page_tokens + key % a.page_tokens;
+        }
+        return l;
+    };
+    lookup l = look();
+    bool has_waited = false;
+    while (l.n != 0) {
+        const lookup now = l;
+        b += now.n;
+        if (b == s.end) {
+            at += s.end - s.begin;
+            if (at < end) {
+                s = stretch_at(sm, a.n_seqs, a.n_kv_heads, at, end);
+                b = s.begin;
             }
         }
-        at += s.end - s.begin;
+        l.n = 0;
+        if (at < end) l = look(); /* on its way while these are copied */
+        for (uint32_t j = 0; j < now.n; j++, i++) {
+            uint32_t st = i % STAGES, box = (lane % n_boxes) * a.box * S::ROW;
+            bool is_mine = now.is_there && lane / n_boxes == j;
+            uint32_t bytes = __popc(__ballot_sync(~0u, is_mine)) * a.box * S::ROW * 2;
+            if (j >= now.n_old && !has_waited) {
+                before();
+                has_waited = true;
+            }
+            barrier_wait(&sm.empty[st], (i / STAGES & 1) ^ 1);
+            if (lane == 0) barrier_expect(&sm.full[st], bytes);
+            __syncwarp();
+            if (is_mine) {
+                copy_box_2d(sm.k[st] + box, map, &sm.full[st], 0, (int)now.row);
+                copy_box_2d(sm.v[st] + box, map, &sm.full[st], 0, (int)(now.row + a.page_tokens));
+            }
+        }
     }
+}
+
+/* The same in a tile of rows of 64 bytes, chunk of 4. */
+static __device__ __forceinline__ uint32_t chunk_addr_fp8(const uint8_t *tile, uint32_t row, uint32_t chunk)
+{
+    return smem_addr(tile) + row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
 
 /* 16 bytes of row `row`, chunk `chunk` of 8, in a swizzled tile. */
@@ -191,9 +237,11 @@ static __device__ __forceinline__ void finish(const decode_args &a, const part &
     *(uint2 *)(a.out + ((size_t)row * a.n_heads + kv_head * a.group + head) * 64 + col) = v;
 }
 
-static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t at, uint32_t end, uint32_t total,
+template <class S>
+static __device__ void consume(const decode_args &a, decode_smem<S> &sm, uint32_t at, uint32_t end, uint32_t total,
                                uint32_t n)
 {
+    constexpr uint32_t STAGES = S::STAGES;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const uint32_t key0 = warp * 16;
     uint32_t i = 0, qf[4][2], q_next[4][2];
@@ -203,7 +251,9 @@ static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t a
         for (int k = 0; k < 4; k++)
 #pragma unroll
             for (int j = 0; j < 2; j++)
-                to[k][j] = g < a.group ? *(const uint32_t *)(row + k * 16 + j * 8 + t * 2) : 0;
+                /* FP8: the products' order over a head is free; so that a lane's keys are 16 bytes in a row. */
+                to[k][j] = g < a.group ? *(const uint32_t *)(row + (S::IS_FP8 ? t * 16 + k * 4 + j * 2 : k * 16 + j * 8 + t * 2))
+                                       : 0;
     };
     stretch s = stretch_at(sm, a.n_seqs, a.n_kv_heads, at, end), next = s;
     load_q(qf, s);
@@ -223,23 +273,35 @@ static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t a
             barrier_wait(&sm.full[st], i / STAGES & 1);
             bool is_cut = base < v.lo || base + 15 > v.hi;
             if (is_cut) { /* memory nobody wrote may hold NaN, and 0 NaN is NaN */
-                for (uint32_t w = lane; w < 16 * 8; w += 32) {
-                    uint32_t key = base + w / 8;
-                    if (key < v.lo || key > v.hi) ((uint4 *)sm.v[st])[key0 * 8 + w] = make_uint4(0, 0, 0, 0);
+                constexpr uint32_t WORDS = S::ROW / 16;
+                for (uint32_t w = lane; w < 16 * WORDS; w += 32) {
+                    uint32_t key = base + w / WORDS;
+                    if (key < v.lo || key > v.hi) ((uint4 *)sm.v[st])[key0 * WORDS + w] = make_uint4(0, 0, 0, 0);
                 }
                 fence_async(); /* before the copy engine overwrites it */
                 __syncwarp();
             }
             float z[2][4] = {};
 #pragma unroll
-            for (int n = 0; n < 2; n++)
+            for (int n = 0; n < 2; n++) {
+                if constexpr (S::IS_FP8) {
+                    uint32_t kw[4];
+                    load_shared(kw, chunk_addr_fp8(sm.k[st], key0 + n * 8 + g, t));
 #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    uint32_t kf[4];
-                    ldmatrix_x4(kf, chunk_addr(sm.k[st], key0 + n * 8 + lane % 8, h * 4 + lane / 8));
-                    mma_bf16(z[n], qf[2 * h][0], 0, qf[2 * h][1], 0, kf[0], kf[1]);
-                    mma_bf16(z[n], qf[2 * h + 1][0], 0, qf[2 * h + 1][1], 0, kf[2], kf[3]);
+                    for (int k = 0; k < 4; k++) {
+                        const uint2 kf = widen_e4m3(kw[k]);
+                        mma_bf16(z[n], qf[k][0], 0, qf[k][1], 0, kf.x, kf.y);
+                    }
+                } else {
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        uint32_t kf[4];
+                        ldmatrix_x4(kf, chunk_addr(sm.k[st], key0 + n * 8 + lane % 8, h * 4 + lane / 8));
+                        mma_bf16(z[n], qf[2 * h][0], 0, qf[2 * h][1], 0, kf[0], kf[1]);
+                        mma_bf16(z[n], qf[2 * h + 1][0], 0, qf[2 * h + 1][1], 0, kf[2], kf[3]);
+                    }
                 }
+            }
             if (is_cut) {
 #pragma unroll
                 for (int n = 0; n < 2; n++)
@@ -267,12 +329,26 @@ static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t a
                 o[d][0] *= alpha;
                 o[d][1] *= alpha;
             }
+            if constexpr (S::IS_FP8) {
 #pragma unroll
-            for (int d = 0; d < 4; d++) { /* 16 components: keys 0-7, 8-15 of each 8 */
-                uint32_t vf[4];
-                ldmatrix_x4_trans(vf, chunk_addr(sm.v[st], key0 + lane % 16, d * 2 + lane / 16));
-                mma_bf16(o[2 * d], p0, 0, p1, 0, vf[0], vf[1]);
-                mma_bf16(o[2 * d + 1], p0, 0, p1, 0, vf[2], vf[3]);
+                for (int c = 0; c < 4; c += 2) { /* chunks of 16 components: even ones, odd ones */
+                    uint32_t vf[4];
+                    ldmatrix_x4_trans(vf, chunk_addr_fp8(sm.v[st], key0 + lane % 16, c + lane / 16));
+#pragma unroll
+                    for (int j = 0; j < 2; j++) {
+                        const uint2 lo = widen_e4m3_pairs(vf[2 * j]), hi = widen_e4m3_pairs(vf[2 * j + 1]);
+                        mma_bf16(o[2 * (c + j)], p0, 0, p1, 0, lo.x, hi.x);
+                        mma_bf16(o[2 * (c + j) + 1], p0, 0, p1, 0, lo.y, hi.y);
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int d = 0; d < 4; d++) { /* 16 components: keys 0-7, 8-15 of each 8 */
+                    uint32_t vf[4];
+                    ldmatrix_x4_trans(vf, chunk_addr(sm.v[st], key0 + lane % 16, d * 2 + lane / 16));
+                    mma_bf16(o[2 * d], p0, 0, p1, 0, vf[0], vf[1]);
+                    mma_bf16(o[2 * d + 1], p0, 0, p1, 0, vf[2], vf[3]);
+                }
             }
             __syncwarp();
             if (lane == 0) barrier_arrive(&sm.empty[st]);
@@ -281,7 +357,13 @@ static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t a
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
 #pragma unroll
-        for (int d = 0; d < 8; d++) *(float2 *)&sm.o[warp][g][d * 8 + t * 2] = make_float2(o[d][0], o[d][1]);
+        for (int d = 0; d < 8; d++) {
+            if constexpr (S::IS_FP8) {
+                if (d % 2 == 0)
+                    *(float4 *)&sm.o[warp][g][d * 8 + t * 4] = make_float4(o[d][0], o[d + 1][0], o[d][1], o[d + 1][1]);
+            } else
+                *(float2 *)&sm.o[warp][g][d * 8 + t * 2] = make_float2(o[d][0], o[d][1]);
+        }
         if (t == 0) {
             sm.max[warp][g] = max;
             sm.sum[warp][g] = sum;
@@ -347,15 +429,16 @@ static __device__ void consume(const decode_args &a, decode_smem &sm, uint32_t a
     }
 }
 
-static __global__ void __launch_bounds__(THREADS, 2)
+template <class S>
+static __global__ void __launch_bounds__(THREADS, S::BLOCKS)
     attn_decode(const __grid_constant__ CUtensorMap kv_map, const decode_args a)
 {
     extern __shared__ uint8_t raw[];
-    auto &sm = *reinterpret_cast<decode_smem *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~(uintptr_t)1023);
+    auto &sm = *reinterpret_cast<decode_smem<S> *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~(uintptr_t)1023);
     let_next();
     if (threadIdx.x == 0) {
         map_prefetch(&kv_map);
-        for (int i = 0; i < STAGES; i++) {
+        for (int i = 0; i < S::STAGES; i++) {
             barrier_init(&sm.full[i], 1);
             barrier_init(&sm.empty[i], WARPS);
         }
@@ -366,11 +449,23 @@ static __global__ void __launch_bounds__(THREADS, 2)
     if (blockIdx.x >= n) return;
     const uint32_t at = cut_at(a, sm, blockIdx.x, n, total), end = cut_at(a, sm, blockIdx.x + 1, n, total);
     if (at >= end) return;
-    before();
-    if (threadIdx.x >= WARPS * 32)
-        produce(a, &kv_map, sm, at, end);
-    else
+    if (threadIdx.x >= WARPS * 32) {
+        produce(a, &kv_map, sm, at, end); /* what earlier passes stored needs no wait */
+    } else {
+        before();
         consume(a, sm, at, end, total, n);
+    }
+}
+
+template <class S>
+static enum td_status start(struct td_cuda_stream *s, const CUtensorMap &kv_map, const decode_args &p)
+{
+    const int bytes = sizeof(decode_smem<S>) + 1024;
+    static_assert(S::BLOCKS <= TD_CUDA_PART_BLOCKS);
+    cudaError_t e = cudaFuncSetAttribute(attn_decode<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (e != cudaSuccess) return td_cuda_status(e, "attn_decode");
+    return td_cuda_status(
+        launch(attn_decode<S>, S::BLOCKS * (uint32_t)s->n_sms, THREADS, bytes, s->s, kv_map, p), "attn_decode");
 }
 
 enum td_status td_cuda_attn_decode(struct td_cuda_stream *s, const struct td_attention_args *a)
@@ -396,11 +491,9 @@ enum td_status td_cuda_attn_decode(struct td_cuda_stream *s, const struct td_att
     p.scale_log2 = a->scale * 1.44269504f;
     CUtensorMap kv_map;
     const void *layer = (const char *)a->kv.pool + td_kv_offset(l, a->kv.layer, 0, 0, false, 0);
-    enum td_status st =
-        td_cuda_map_rows(&kv_map, layer, (uint64_t)l->n_pages * l->n_heads * 2 * l->page_tokens, 64, 64, p.box);
+    const uint64_t rows = (uint64_t)l->n_pages * l->n_heads * 2 * l->page_tokens;
+    enum td_status st = l->dtype == TD_E4M3 ? td_cuda_map_bytes(&kv_map, layer, rows, p.box)
+                                            : td_cuda_map_rows(&kv_map, layer, rows, 64, 64, p.box);
     if (st != TD_OK) return st;
-    const int bytes = sizeof(decode_smem) + 1024;
-    cudaError_t e = cudaFuncSetAttribute(attn_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (e != cudaSuccess) return td_cuda_status(e, "attn_decode");
-    return td_cuda_status(launch(attn_decode, 2 * (uint32_t)s->n_sms, THREADS, bytes, s->s, kv_map, p), "attn_decode");
+    return l->dtype == TD_E4M3 ? start<fp8_shape>(s, kv_map, p) : start<bf16_shape>(s, kv_map, p);
 }

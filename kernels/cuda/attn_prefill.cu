@@ -22,6 +22,7 @@ struct prefill_args {
     const float *sinks;
     td_bf16 *out;
     uint32_t n_seqs, n_heads, n_kv_heads, group, window, page_tokens, box;
+    uint32_t least; /* rows of the sequences that are ours */
     float scale_log2;
 };
 
@@ -55,7 +56,7 @@ static __device__ __forceinline__ span span_of(const prefill_args &a, const tile
 static __device__ __forceinline__ uint32_t tiles_of(const prefill_args &a, uint32_t seq)
 {
     uint32_t n = seq < a.n_seqs ? a.seqs[seq].n_rows : 0, positions = ROWS / a.group;
-    return n > 1 ? (n + positions - 1) / positions : 0; /* single rows are another kernel's */
+    return n >= a.least ? (n + positions - 1) / positions : 0;
 }
 
 /* Tile `want` of all, numbered over the sequences; a whole warp. */
@@ -118,7 +119,8 @@ static __device__ void produce(const prefill_args &a, const CUtensorMap *q_map, 
             bool is_there = lane < n_boxes && key + a.box > s.seen && key <= s.last;
             uint32_t row = 0;
             if (is_there) {
-                uint32_t page = a.pages[q.pages + (key / a.page_tokens - q.first_block)];
+                uint32_t block = key / a.page_tokens - q.first_block;
+                uint32_t page = a.pages != nullptr ? a.pages[q.pages + block] : block; /* widened ones lie in order */
                 row = ((page * a.n_kv_heads + t.kv_head) * 2) * a.page_tokens + key % a.page_tokens;
             }
             uint32_t bytes = __popc(__ballot_sync(~0u, is_there)) * a.box * 128;
@@ -359,6 +361,7 @@ enum td_status td_cuda_attn_prefill(struct td_cuda_stream *s, const struct td_at
     p.page_tokens = l->page_tokens;
     p.box = td_min_u32(l->page_tokens & (~l->page_tokens + 1), 64);
     p.scale_log2 = a->scale * 1.44269504f;
+    p.least = s->is_batch_invariant ? 1 : 2; /* else single rows are another kernel's */
     CUtensorMap q_map, kv_map;
     const void *layer = (const char *)a->kv.pool + td_kv_offset(l, a->kv.layer, 0, 0, false, 0);
     enum td_status st = td_cuda_map_heads(&q_map, a->q, a->n_rows, a->n_heads, p.group, ROWS / p.group);
@@ -369,8 +372,8 @@ enum td_status td_cuda_attn_prefill(struct td_cuda_stream *s, const struct td_at
     cudaError_t e = cudaFuncSetAttribute(attn_prefill, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (e != cudaSuccess) return td_cuda_status(e, "attn_prefill");
     /* At most so many tiles: each sequence's last one may be partly empty. */
-    uint32_t n_multi = a->n_seqs - a->n_single, positions = ROWS / p.group;
-    uint32_t n_tiles = (a->n_rows - a->n_single) / positions + n_multi;
+    uint32_t n_other = s->is_batch_invariant ? 0 : a->n_single, positions = ROWS / p.group;
+    uint32_t n_tiles = (a->n_rows - n_other) / positions + a->n_seqs - n_other;
     uint32_t grid = td_min_u32(n_tiles * a->n_kv_heads, (uint32_t)s->n_sms);
     return td_cuda_status(launch(attn_prefill, grid, THREADS, bytes, s->s, q_map, kv_map, p), "attn_prefill");
 }

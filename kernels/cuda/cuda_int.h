@@ -19,13 +19,16 @@ extern "C" {
 
 /* Attention over single rows keeps partial results of sequences that several blocks share. */
 #define TD_CUDA_PART_FLOATS (8u * 64u + 16u)
+#define TD_CUDA_PART_BLOCKS 3 /* thread blocks a multiprocessor that leave parts */
 #define TD_CUDA_MAX_UNITS   (1u << 16) /* sequences x KV heads of a batch */
 
 struct td_cuda_device {
     struct td_device base;
     int index, n_sms;
     enum td_expert_form experts;
-    cudaStream_t copies; /* of td_device_upload and download */
+    bool is_batch_invariant;
+    cudaStream_t copies;             /* of td_device_upload and download */
+    unsigned long long *n_saturated; /* in host memory that kernels reach */
 };
 
 struct td_cuda_stream {
@@ -34,6 +37,9 @@ struct td_cuda_stream {
     float *parts;       /* [2 * max blocks][TD_CUDA_PART_FLOATS] */
     uint32_t *counters; /* [TD_CUDA_MAX_UNITS], zero between launches */
     int n_sms;
+    /* One kernel for any number of rows: the wide products, and attention that walks absolute blocks of keys. */
+    bool is_batch_invariant;
+    unsigned long long *n_saturated; /* the device's */
 };
 
 static inline struct td_cuda_stream *td_cuda_stream_of(struct td_stream *s)
@@ -52,14 +58,22 @@ static inline uint32_t td_min_u32(uint32_t a, uint32_t b) { return a < b ? a : b
  * bytes; what lies outside reads as zero. base on 16 bytes, ld a multiple of 8. */
 enum td_status td_cuda_map_rows(CUtensorMap *out, const void *base, uint64_t rows, uint32_t cols, uint64_t ld,
                                 uint32_t box_rows);
+/* Rows of 64 bytes that lie next to each other, in boxes of box_rows, swizzled by 64 bytes. base on 16 bytes. */
+enum td_status td_cuda_map_bytes(CUtensorMap *out, const void *base, uint64_t rows, uint32_t box_rows);
 /* Query rows [tokens][heads][64] in boxes of box_tokens x box_heads heads. */
 enum td_status td_cuda_map_heads(CUtensorMap *out, const void *base, uint32_t tokens, uint32_t heads,
                                  uint32_t box_heads, uint32_t box_tokens);
 
 enum td_status td_cuda_attn_prefill(struct td_cuda_stream *s, const struct td_attention_args *a);
+/* Sequence seq's FP8 pages into a->scratch as bf16, block first_block first. UNSUPPORTED: the scratch is too small. */
+enum td_status td_cuda_widen_kv(struct td_cuda_stream *s, const struct td_attention_args *a, uint32_t seq);
 enum td_status td_cuda_attn_decode(struct td_cuda_stream *s, const struct td_attention_args *a);
 
+void td_cuda_explain(const struct td_device *d, const struct td_explain_shape *s,
+                     void (*line)(void *user, const char *text), void *user);
+
 enum td_status td_cuda_sample(struct td_stream *s, const struct td_sample_args *a);
+enum td_status td_cuda_sample_filtered(cudaStream_t s, const struct td_sample_args *a);
 
 /* Scratch of moe. */
 size_t td_cuda_moe_scratch_bytes(const struct td_scratch_shape *s);

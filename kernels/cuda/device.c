@@ -11,6 +11,18 @@ static const struct td_backend backend;
 
 /* ---- the device ---- */
 
+static void cuda_close(struct td_device *d)
+{
+    cudaFreeHost(td_cuda_device_of(d)->n_saturated);
+    cudaStreamDestroy(td_cuda_device_of(d)->copies);
+    free(d);
+}
+
+static uint64_t cuda_n_saturated(const struct td_device *d)
+{
+    return __atomic_load_n(((const struct td_cuda_device *)(const void *)d)->n_saturated, __ATOMIC_RELAXED);
+}
+
 static enum td_status cuda_open(const struct td_device_options *o, struct td_device **out, struct td_err *err)
 {
     int n = 0;
@@ -39,14 +51,14 @@ static enum td_status cuda_open(const struct td_device_options *o, struct td_dev
     d->index = (int)o->index;
     d->n_sms = p.multiProcessorCount;
     d->experts = o->experts;
+    d->is_batch_invariant = o->is_batch_invariant;
+    if (cudaHostAlloc((void **)&d->n_saturated, sizeof *d->n_saturated, cudaHostAllocMapped) != cudaSuccess) {
+        cuda_close(&d->base);
+        return td_cuda_err(err, TD_E_NO_MEMORY, "device \"cuda\": no pinned host memory");
+    }
+    *d->n_saturated = 0;
     *out = &d->base;
     return TD_OK;
-}
-
-static void cuda_close(struct td_device *d)
-{
-    cudaStreamDestroy(td_cuda_device_of(d)->copies);
-    free(d);
 }
 
 /* The runtime keeps a current device per thread; any thread may call us. */
@@ -77,6 +89,20 @@ static enum td_status cuda_alloc_host(struct td_device *d, size_t bytes, void **
 static void cuda_free_host(struct td_device *d, void *p)
 {
     if (use(d) == cudaSuccess) td_cuda_status(cudaFreeHost(p), "cudaFreeHost");
+}
+
+static enum td_status cuda_pin_host(struct td_device *d, void *p, size_t bytes)
+{
+    if (use(d) != cudaSuccess) return TD_E_DEVICE;
+    cudaError_t e = cudaHostRegister(p, bytes, cudaHostRegisterDefault);
+    if (e == cudaSuccess) return TD_OK;
+    cudaGetLastError(); /* not a failure of the device: copies are slower, that is all */
+    return TD_E_UNSUPPORTED;
+}
+
+static void cuda_unpin_host(struct td_device *d, void *p)
+{
+    if (use(d) == cudaSuccess && cudaHostUnregister(p) != cudaSuccess) cudaGetLastError();
 }
 
 static enum td_status copy_now(struct td_device *d, void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind)
@@ -115,7 +141,9 @@ static size_t cuda_packed_bytes(const struct td_device *d, uint32_t n_out, uint3
 static size_t cuda_scratch_bytes(const struct td_device *d, const struct td_scratch_shape *s)
 {
     enum td_expert_form form = ((const struct td_cuda_device *)(const void *)d)->experts;
-    return form == TD_EXPERTS_BF16 ? td_cuda_moe_scratch_bytes(s) : td_cuda_moe_fp8_scratch_bytes(s);
+    size_t moe = form == TD_EXPERTS_BF16 ? td_cuda_moe_scratch_bytes(s) : td_cuda_moe_fp8_scratch_bytes(s),
+           widened = 2 * s->fp8_kv_bytes;
+    return moe > widened ? moe : widened;
 }
 
 /* ---- streams ---- */
@@ -139,7 +167,9 @@ static enum td_status cuda_stream_create(struct td_device *d, uint32_t n_threads
     if (s == NULL) return TD_E_NO_MEMORY;
     s->base.device = d;
     s->n_sms = td_cuda_device_of(d)->n_sms;
-    size_t part_bytes = (size_t)s->n_sms * 2 * 2 * TD_CUDA_PART_FLOATS * sizeof(float);
+    s->is_batch_invariant = td_cuda_device_of(d)->is_batch_invariant;
+    s->n_saturated = td_cuda_device_of(d)->n_saturated;
+    size_t part_bytes = (size_t)s->n_sms * TD_CUDA_PART_BLOCKS * 2 * TD_CUDA_PART_FLOATS * sizeof(float);
     cudaError_t e = use(d);
     if (e == cudaSuccess) e = cudaStreamCreateWithFlags(&s->s, cudaStreamNonBlocking);
     if (e == cudaSuccess) e = cudaMalloc((void **)&s->parts, part_bytes);
@@ -226,6 +256,8 @@ static const struct td_backend backend = {
     .download = cuda_download,
     .alloc_host = cuda_alloc_host,
     .free_host = cuda_free_host,
+    .pin_host = cuda_pin_host,
+    .unpin_host = cuda_unpin_host,
     .packed_bytes = cuda_packed_bytes,
     .scratch_bytes = cuda_scratch_bytes,
     .stream_create = cuda_stream_create,
@@ -240,6 +272,8 @@ static const struct td_backend backend = {
     .graph_destroy = cuda_graph_destroy,
     .last_error = cuda_last_error,
     .sample = td_cuda_sample,
+    .explain = td_cuda_explain,
+    .n_saturated = cuda_n_saturated,
     .ops =
         {
 #define X(op, meaning) .op = td_cuda_##op,

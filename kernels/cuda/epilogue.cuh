@@ -4,7 +4,10 @@
 #ifndef TD_KERNELS_CUDA_EPILOGUE_CUH
 #define TD_KERNELS_CUDA_EPILOGUE_CUH
 
+#include <cuda_fp8.h>
+
 #include "kernels/cuda/cuda_int.h"
+#include "kernels/e4m3.h"
 
 #define PAIRS_NEXT 0 /* columns 2p and 2p + 1 */
 #define PAIRS_HEAD 1 /* columns j and j + 32 of a head of 64 */
@@ -58,6 +61,16 @@ struct store_qkv {
     const float *bias, *cos, *sin;
     const uint32_t *positions, *row_page;
     uint32_t n_heads, n_kv_heads, page_tokens, n_cols;
+    unsigned long long *n_saturated; /* not NULL: pages are FP8 */
+
+    /* Two components of K or V as FP8, and a count of those beyond its range. */
+    __device__ __forceinline__ uint16_t to_fp8(float a, float b) const
+    {
+        const float most = TD_E4M3_SATURATES_ABOVE;
+        const int n = (fabsf(a) > most) + (fabsf(b) > most);
+        if (n != 0) atomicAdd_system(n_saturated, (unsigned long long)n);
+        return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+    }
 
     /* Where the row's head lies. */
     __device__ __forceinline__ td_bf16 *place(uint32_t row, uint32_t head) const
@@ -79,13 +92,42 @@ struct store_qkv {
             a = lo * c - b * s;
             b = b * c + lo * s;
         }
+        if (n_saturated != nullptr && head >= n_heads) {
+            const uint16_t both = to_fp8(a, b);
+            uint8_t *to = (uint8_t *)pool + (place(row, head) - pool);
+            to[j] = (uint8_t)both;
+            to[j + 32] = (uint8_t)(both >> 8);
+            return;
+        }
         td_bf16 *to = place(row, head);
         to[j] = __float2bfloat16_rn(a);
         to[j + 32] = __float2bfloat16_rn(b);
     }
 
-    /* The same for col and col + 1, col even. */
-    __device__ __forceinline__ void two(uint32_t row, uint32_t col, float2 a, float2 b) const
+    /* What all columns of a row share: its place in the pages, and cos and sin of components j + 8 i and the next, the same
+     * for every head. */
+    struct of_row {
+        td_bf16 *q, *page; /* page: K of the first KV head at the row's position */
+        float2 cos[4], sin[4];
+    };
+    __device__ __forceinline__ of_row row(uint32_t r, uint32_t j) const
+    {
+        of_row o;
+        const uint32_t pos = positions != nullptr ? positions[r] % page_tokens : 0;
+        const size_t page = row_page != nullptr ? row_page[r] : 0;
+        o.q = q + (size_t)r * n_heads * 64;
+        o.page = pool + (page * n_kv_heads * 2 * page_tokens + pos) * 64;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint32_t at = r * 32 + min(j + 8 * i, 30u);
+            o.cos[i] = *(const float2 *)(cos + at);
+            o.sin[i] = *(const float2 *)(sin + at);
+        }
+        return o;
+    }
+
+    /* The same for col and col + 1, col even; i of the row's four. */
+    __device__ __forceinline__ void two(const of_row &o, int i, uint32_t col, float2 a, float2 b) const
     {
         if (col >= n_cols) return;
         uint32_t head = col / 64, j = col % 64;
@@ -93,12 +135,19 @@ struct store_qkv {
         a = make_float2(a.x + x.x, a.y + x.y);
         b = make_float2(b.x + y.x, b.y + y.y);
         if (head < n_heads + n_kv_heads) {
-            float2 c = *(const float2 *)(cos + (size_t)row * 32 + j), s = *(const float2 *)(sin + (size_t)row * 32 + j);
-            float2 lo = a;
+            const float2 c = o.cos[i], s = o.sin[i], lo = a;
             a = make_float2(lo.x * c.x - b.x * s.x, lo.y * c.y - b.y * s.y);
             b = make_float2(b.x * c.x + lo.x * s.x, b.y * c.y + lo.y * s.y);
         }
-        td_bf16 *to = place(row, head);
+        const bool is_v = head >= n_heads + n_kv_heads;
+        const size_t h = head - n_heads - (is_v ? n_kv_heads : 0);
+        td_bf16 *to = head < n_heads ? o.q + head * 64 : o.page + (h * 2 + is_v) * page_tokens * 64;
+        if (n_saturated != nullptr && head >= n_heads) {
+            uint8_t *byte = (uint8_t *)pool + (to - pool); /* as many elements, of one byte */
+            *(uint16_t *)(byte + j) = to_fp8(a.x, a.y);
+            *(uint16_t *)(byte + j + 32) = to_fp8(b.x, b.y);
+            return;
+        }
         *(__nv_bfloat162 *)(to + j) = __floats2bfloat162_rn(a.x, a.y);
         *(__nv_bfloat162 *)(to + j + 32) = __floats2bfloat162_rn(b.x, b.y);
     }

@@ -9,6 +9,7 @@
 
 #include "kernels/cuda/epilogue.cuh"
 #include "kernels/cuda/mma.cuh"
+#include "kernels/tune/product.h"
 
 #define GEMM_BM 128 /* of grouped tiles */
 #define GEMM_BK 64
@@ -124,15 +125,17 @@ static __global__ void __launch_bounds__(128 + BM * 2, BN == 32 ? 2 : 1)
 #pragma unroll
             for (int i = 0; i < BN / 8; i++) store(r, c + i * 8, d[4 * i + 2 * h], d[4 * i + 2 * h + 1], tile.expert);
         } else if constexpr (is_split) {
+            const auto at = store.row(r, first_col % 64 + lane % 4 * 2);
 #pragma unroll
             for (int i = 0; i < 2; i++)
-                store.two(r, first_col + lane % 4 * 2 + i * 8, make_float2(d[4 * i + 2 * h], d[4 * i + 2 * h + 1]),
+                store.two(at, i, first_col + lane % 4 * 2 + i * 8, make_float2(d[4 * i + 2 * h], d[4 * i + 2 * h + 1]),
                           make_float2(d[4 * (i + 2) + 2 * h], d[4 * (i + 2) + 2 * h + 1]));
         } else {
+            const auto at = store.row(r, lane % 4 * 2);
 #pragma unroll
             for (int i = 0; i < BN / 8; i++) {
                 if (i % 8 >= 4) continue;
-                store.two(r, c + i * 8, make_float2(d[4 * i + 2 * h], d[4 * i + 2 * h + 1]),
+                store.two(at, i % 8, c + i * 8, make_float2(d[4 * i + 2 * h], d[4 * i + 2 * h + 1]),
                           make_float2(d[4 * (i + 4) + 2 * h], d[4 * (i + 4) + 2 * h + 1]));
             }
         }
@@ -159,22 +162,23 @@ static enum td_status gemm_start(const struct td_cuda_stream *s, const void *x, 
     return td_cuda_status(e, what);
 }
 
-/* x [x_rows, k]; w: the first expert's matrix, of w_rows_all rows in all. Narrow tiles where wide ones would leave
- * multiprocessors idle. */
+/* x [x_rows, k]; w: the first expert's matrix, of w_rows_all rows in all. The tile is kernels/tune/product.def's choice. */
 template <class Epilogue>
 static enum td_status gemm_run(const struct td_cuda_stream *s, const void *x, uint64_t x_rows, const void *w,
                                uint64_t w_rows_all, const gemm_shape &g, const Epilogue &store, const char *what)
 {
     if (g.k % 8 != 0) return TD_E_UNSUPPORTED;
-    uint32_t sms = (uint32_t)s->n_sms, n_tiles = g.tiles != nullptr ? g.n_row_tiles : td_ceil_div(g.n_rows, GEMM_BM);
-    /* Measured: with k 4,096 (the output projection) 64 columns are faster. */
-    if (g.tiles == nullptr && g.n_rows <= 64 && g.k < 4096 && td_ceil_div(g.n_cols, 32) <= 2 * sms)
-        return gemm_start<64, 32, 8>(s, x, x_rows, w, w_rows_all, g, store, what);
-    if (n_tiles * td_ceil_div(g.n_cols, 256) >= 2 * sms)
-        return gemm_start<128, 256, 4>(s, x, x_rows, w, w_rows_all, g, store, what);
-    if (n_tiles * td_ceil_div(g.n_cols, 128) >= sms)
-        return gemm_start<128, 128, 6>(s, x, x_rows, w, w_rows_all, g, store, what);
-    return gemm_start<128, 64, 8>(s, x, x_rows, w, w_rows_all, g, store, what);
+    switch (td_product_pick(g.n_rows, g.tiles != nullptr ? g.n_row_tiles : 0, g.n_cols, g.k, (uint32_t)s->n_sms)) {
+#if TD_TUNE_ONE /* a quick build: the general row alone */
+    default: return gemm_start<128, 64, 8>(s, x, x_rows, w, w_rows_all, g, store, what);
+#else
+#define X(bm, bn, stages, most_rows, most_k, least_fill, most_fill)                                                    \
+    case TD_PRODUCT_##bm##x##bn: return gemm_start<bm, bn, stages>(s, x, x_rows, w, w_rows_all, g, store, what);
+#include "kernels/tune/product.def"
+#undef X
+    default: return TD_E_UNSUPPORTED;
+#endif
+    }
 }
 
 #endif

@@ -3,8 +3,6 @@
 #include "kernels/cuda/moe_route.cuh"
 #include "kernels/cuda/product.cuh"
 
-#define SKINNY_MAX_GROUPED 64u /* rows of the batch: an expert has a few of them */
-
 /* ---- scratch ---- */
 
 struct scratch {
@@ -135,13 +133,18 @@ static bool find_experts(const struct td_weight *w, uint32_t n_experts, struct e
     return true;
 }
 
+static bool is_skinny(const struct td_cuda_stream *s, const struct td_moe_args *a)
+{
+    return td_product_is_skinny(a->n_rows, true, 2, s->is_batch_invariant);
+}
+
 template <class Epilogue>
 static enum td_status grouped(const struct td_cuda_stream *s, const struct td_moe_args *a, const struct scratch *z,
                               const td_bf16 *x, const struct td_weight *first, uint32_t n_experts,
                               const Epilogue &store, bool is_up, const char *what)
 {
     uint32_t slots = a->n_rows * a->top_k;
-    if (a->n_rows <= SKINNY_MAX_GROUPED) {
+    if (is_skinny(s, a)) {
         skinny_shape g = {};
         g.x = is_up ? (const td_bf16 *)a->x : x;
         g.w = (const td_bf16 *)first->data;
@@ -188,7 +191,7 @@ enum td_status td_cuda_moe(struct td_stream *base, const struct td_moe_args *a)
     if (e != cudaSuccess || mine.n == 0) return td_cuda_status(e, "routing");
     e = launch(sort_slots, mine.n, SORT_THREADS, 0, s->s, a->ids, slots, mine.begin, mine.n, z.order, z.begin, z.active,
                z.tiles, n_tiles_max(slots, mine.n));
-    if (e == cudaSuccess && a->n_rows > SKINNY_MAX_GROUPED)
+    if (e == cudaSuccess && !is_skinny(s, a))
         e = launch(permute, slots, 128, 0, s->s, (const td_bf16 *)a->x, z.order, z.begin + mine.n, z.x, a->top_k,
                    a->hidden / 8);
     if (e != cudaSuccess) return td_cuda_status(e, "routing");

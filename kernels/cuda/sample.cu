@@ -1,11 +1,10 @@
-/* Draws from rows of logits: greedy, or by temperature. A row is cut into TD_SAMPLE_PARTS runs of ids, a warp each, which
+/* Plain draws from rows of logits: greedy, or by temperature (others: sample_filtered.cu). A row is cut into TD_SAMPLE_PARTS runs of ids, a warp each, which
  * leave their maximum, where it is, and the sums of e^((x - max) / temperature) and e^(x - max); a second kernel adds them up
  * in order, finds the run in which the running sum passes u times the total, and walks that run again. One pass over the
  * logits, and the draw depends on the row alone. */
-#include <cfloat>
-
 #include "kernels/cuda/cuda_int.h"
 #include "kernels/cuda/mma.cuh"
+#include "kernels/cuda/sample.cuh"
 
 #define WARPS     8
 #define IN_FLIGHT 32 /* logits a lane loads at once */
@@ -16,12 +15,6 @@ struct part {
     float sum, sum_raw; /* e^((x - max) / temperature), e^(x - max) */
 };
 static_assert(sizeof(part) == 16, "args.h says so");
-
-/* As the definition has it: NaN is -inf, and no infinity above. */
-static __device__ __forceinline__ float tame(float x)
-{
-    return !(x > -INFINITY) ? -INFINITY : fminf(fmaxf(x, -FLT_MAX), FLT_MAX);
-}
 
 static __device__ __forceinline__ void better(float &max, uint32_t &arg, float x, uint32_t id)
 {
@@ -44,7 +37,8 @@ static __global__ void __launch_bounds__(WARPS * 32)
     const uint32_t lane = threadIdx.x % 32, run = blockIdx.x * WARPS + threadIdx.x / 32, n = run_length(n_ids);
     const uint32_t first = run * n, end = min(first + n, n_ids);
     const float *x = logits + (size_t)blockIdx.y * vocab;
-    float t = rows[blockIdx.y].temperature, inv = t == 0 ? 0 : 1 / t;
+    if (rows[blockIdx.y].is_filtered) return;
+    const float inv = inverse(rows[blockIdx.y].temperature);
     float max = -INFINITY;
     uint32_t arg = 0xffffffffu;
     float sum = 0, raw = 0;
@@ -97,6 +91,7 @@ static __global__ void __launch_bounds__(TD_SAMPLE_PARTS)
     before();
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_warps = TD_SAMPLE_PARTS / 32;
     const td_sample_row r = rows[blockIdx.x];
+    if (r.is_filtered) return;
     const part p = parts[(size_t)blockIdx.x * TD_SAMPLE_PARTS + threadIdx.x];
     const float *x = logits + (size_t)blockIdx.x * vocab;
     float max = p.max;
@@ -115,7 +110,7 @@ static __global__ void __launch_bounds__(TD_SAMPLE_PARTS)
         return;
     }
     /* Sums in double: this run's, and of all runs up to it. */
-    const double scale = r.temperature == 0 ? 0 : 1 / (double)r.temperature;
+    const double scale = inverse(r.temperature);
     bool is_empty = p.max == -INFINITY;
     double mine = is_empty ? 0 : p.sum * exp(((double)p.max - max) * scale);
     double raw = is_empty ? 0 : p.sum_raw * exp((double)p.max - max), up_to = mine;
@@ -198,10 +193,13 @@ enum td_status td_cuda_sample(struct td_stream *base, const struct td_sample_arg
 {
     if (a->n_rows == 0) return TD_OK;
     cudaStream_t s = td_cuda_stream_of(base)->s;
-    cudaError_t e = launch(reduce, dim3(TD_SAMPLE_PARTS / WARPS, a->n_rows), WARPS * 32, 0, s, a->logits, a->rows,
+    cudaError_t e = cudaSuccess;
+    if (a->n_filtered < a->n_rows)
+        e = launch(reduce, dim3(TD_SAMPLE_PARTS / WARPS, a->n_rows), WARPS * 32, 0, s, a->logits, a->rows,
                            (part *)a->parts, a->vocab, a->n_ids);
-    if (e == cudaSuccess)
+    if (e == cudaSuccess && a->n_filtered < a->n_rows)
         e = launch(pick, a->n_rows, TD_SAMPLE_PARTS, 0, s, a->logits, a->rows, (const part *)a->parts, a->out, a->vocab,
                    a->n_ids);
+    if (e == cudaSuccess && a->n_filtered != 0) return td_cuda_sample_filtered(s, a);
     return td_cuda_status(e, "sample");
 }

@@ -11,7 +11,6 @@
 #include "kernels/cuda/mma.cuh"
 
 #define SKINNY_UNROLL   2 /* steps of 32 a lane loads at once, of two sets: one arrives while the other is multiplied */
-#define SKINNY_MAX_ROWS 8u /* beyond, reading X costs as much as reading W */
 
 struct skinny_shape {
     const td_bf16 *x, *w;

@@ -24,16 +24,29 @@ static encode_fn find_encoder(void)
     return f;
 }
 
-static enum td_status encode(CUtensorMap *out, const void *base, cuuint32_t rank, const cuuint64_t *dims,
-                             const cuuint64_t *strides, const cuuint32_t *box)
+static enum td_status encode_as(CUtensorMap *out, CUtensorMapDataType type, CUtensorMapSwizzle swizzle,
+                                const void *base, cuuint32_t rank, const cuuint64_t *dims, const cuuint64_t *strides,
+                                const cuuint32_t *box)
 {
     const cuuint32_t steps[3] = {1, 1, 1};
     encode_fn f = find_encoder();
     if (f == NULL) return td_cuda_status(cudaErrorNotSupported, "cuTensorMapEncodeTiled");
-    CUresult r = f(out, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, (void *)(uintptr_t)base, dims, strides, box, steps,
-                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CUresult r = f(out, type, rank, (void *)(uintptr_t)base, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                   swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return r == CUDA_SUCCESS ? TD_OK : td_cuda_status(cudaErrorInvalidValue, "cuTensorMapEncodeTiled");
+}
+
+static enum td_status encode(CUtensorMap *out, const void *base, cuuint32_t rank, const cuuint64_t *dims,
+                             const cuuint64_t *strides, const cuuint32_t *box)
+{
+    return encode_as(out, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, base, rank, dims, strides, box);
+}
+
+enum td_status td_cuda_map_bytes(CUtensorMap *out, const void *base, uint64_t rows, uint32_t box_rows)
+{
+    const cuuint64_t dims[2] = {64, rows}, strides[1] = {64};
+    const cuuint32_t box[2] = {64, box_rows};
+    return encode_as(out, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_64B, base, 2, dims, strides, box);
 }
 
 enum td_status td_cuda_map_rows(CUtensorMap *out, const void *base, uint64_t rows, uint32_t cols, uint64_t ld,

@@ -47,6 +47,18 @@ def test_f32_kv_is_closer_still(new_fleet):
     client.close()
 
 
+def test_fp8_kv_takes_half_the_bytes_of_full_layers_and_gives_the_same_text_where_it_is_sure(new_fleet):
+    fleet = new_fleet(prefill_flags=("--kv-dtype", "e4m3"), decode_flags=("--kv-dtype", "e4m3"))
+    client = fleet.client()
+    n_same = 0
+    for prompt in GOLDENS["prompts"]:
+        out = client.generate(tokens=prompt["ids"], max_tokens=len(prompt["greedy"]))
+        expect_golden(out.ids, prompt, 6)
+        n_same += out.ids == prompt["greedy"]
+    assert n_same > len(GOLDENS["prompts"]) / 2
+    client.close()
+
+
 def test_many_at_once_give_what_each_gives_alone(client, fleet):
     prompts = [p for p in GOLDENS["prompts"] if p["n"] < 500]
     alone = [client.generate(tokens=p["ids"], max_tokens=24, temperature=1.0, sampling={"seed": 7}).ids for p in prompts]

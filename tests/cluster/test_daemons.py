@@ -61,6 +61,13 @@ def test_a_device_that_cannot_serve_is_refused(role):
         assert out.returncode > 0 and "--device" in out.stderr and device in out.stderr
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("flags, named", [(("--tp", "2"), "--tp"), (("--kv-dtype", "f32"), "--kv-dtype")])
+def test_what_a_gpu_cannot_do_is_refused_by_name(role, flags, named):
+    out = run(role, "--model", str(MODEL), "--device", "cuda", *flags)
+    assert out.returncode > 0 and named in out.stderr and "cuda" in out.stderr
+
+
 def test_flags_of_another_daemon_are_refused():
     out = run("router", "--model", str(MODEL), "--kv-dtype", "f32")
     assert out.returncode > 0 and "--kv-dtype" in out.stderr

@@ -6,9 +6,12 @@
 #include <string.h>
 
 #include "common/base/log.h"
-#include "common/engine/sample.h"
+#include "kernels/e4m3.h"
+#include "tests/kernels/draws.h"
 #include "tests/kernels/golden.h"
+#include "tests/kernels/invariance.h"
 #include "tests/kernels/pair.h"
+#include "tests/kernels/traps.h"
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 
@@ -140,8 +143,24 @@ static void check_linear(struct pair *p, uint32_t n_out, uint32_t n_in, const ui
 }
 
 struct kv_shape {
-    uint32_t n_heads, n_kv_heads, page_tokens;
+    uint32_t n_heads, n_kv_heads, page_tokens, is_fp8;
 };
+
+static enum td_dtype dtype_of(struct kv_shape k) { return k.is_fp8 ? TD_E4M3 : TD_BF16; }
+
+static float widen(uint16_t v)
+{
+    uint32_t bits = (uint32_t)v << 16;
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+/* Element i of a pool. */
+static float kv_value(const void *pool, size_t i, enum td_dtype type)
+{
+    return widen(type == TD_E4M3 ? td_e4m3_to_bf16(((const uint8_t *)pool)[i]) : ((const uint16_t *)pool)[i]);
+}
 
 static void check_qkv(struct pair *p, struct kv_shape k, uint32_t hidden, uint32_t n_rows, uint32_t parts)
 {
@@ -152,7 +171,7 @@ static void check_qkv(struct pair *p, struct kv_shape k, uint32_t hidden, uint32
                                    .n_heads = k.n_kv_heads,
                                    .head_dim = 64,
                                    .page_tokens = k.page_tokens,
-                                   .dtype = TD_BF16};
+                                   .dtype = dtype_of(k)};
     struct td_weight w, gw;
     pair_weight(p, (k.n_heads + 2 * k.n_kv_heads) * 64, hidden, TD_ROWS_PLAIN, 1, 0.05f, &w, &gw);
     uint32_t *pos = malloc(n_rows * sizeof *pos), *page = malloc(n_rows * sizeof *page);
@@ -186,7 +205,7 @@ static void check_qkv(struct pair *p, struct kv_shape k, uint32_t hidden, uint32
     if (parts & TD_QKV_Q) pair_compare(p, &q, 64, ROUNDED, what);
 
     /* The pool as floats: written places agree, the others are NaN still on both sides. */
-    size_t n = pool_bytes / 2;
+    size_t n = pool_bytes / td_dtype_bytes(l.dtype);
     uint16_t *have = malloc(pool_bytes);
     if (td_stream_sync(p->gpu_stream) != TD_OK || td_device_download(p->gpu, have, pool.gpu, pool_bytes) != TD_OK) {
         printf("  qkv: %s\n", td_device_last_error(p->gpu));
@@ -195,18 +214,16 @@ static void check_qkv(struct pair *p, struct kv_shape k, uint32_t hidden, uint32
     double num = 0, den = 0;
     size_t n_written = 0, n_wrong = 0;
     for (size_t i = 0; i < n; i++) {
-        uint16_t want = ((uint16_t *)pool.cpu)[i];
-        if ((want == 0xffff) != (have[i] == 0xffff)) n_wrong++;
-        if (want == 0xffff || have[i] == 0xffff) continue;
-        uint32_t wb = (uint32_t)want << 16, hb = (uint32_t)have[i] << 16;
-        float wf, hf;
-        memcpy(&wf, &wb, 4), memcpy(&hf, &hb, 4);
+        float wf = kv_value(pool.cpu, i, l.dtype), hf = kv_value(have, i, l.dtype);
+        if (isnan(wf) != isnan(hf)) n_wrong++;
+        if (isnan(wf) || isnan(hf)) continue;
         num += ((double)hf - wf) * ((double)hf - wf);
         den += (double)wf * wf;
         n_written++;
     }
     size_t expected = parts & TD_QKV_KV ? (size_t)n_rows * k.n_kv_heads * 128 : 0;
-    double off = den > 0 ? sqrt(num / den) / ROUNDED : 0;
+    /* FP8: sums a hair apart may round to neighbours, seldom. */
+    double off = den > 0 ? sqrt(num / den) / (k.is_fp8 ? 4 * ROUNDED : ROUNDED) : 0;
     if (off > p->worst) p->worst = off;
     p->n_checks++;
     if (n_wrong != 0 || n_written != expected || !(off <= 1)) {
@@ -299,8 +316,8 @@ static void check_moe(struct pair *p, struct moe_shape m, enum moe_trap trap)
     if (trap == ALPHA_ONE) g.alpha = 1;
     if (trap == ROUTER_BIAS_NONE)
         td_device_upload(p->gpu, (void *)(uintptr_t)g_router.bias, zeros, m.n_experts * sizeof(float));
-    if (trap == BIAS_NONE)
-        td_device_upload(p->gpu, (void *)(uintptr_t)g_up[0].bias, zeros, 2 * m.intermediate * sizeof(float));
+    for (uint32_t e = m.absent; e < m.n_experts && trap == BIAS_NONE; e++)
+        td_device_upload(p->gpu, (void *)(uintptr_t)g_up[e].bias, zeros, 2 * m.intermediate * sizeof(float));
     if (trap != NO_MOE_TRAP) {
         pair_status(p, p->cpu_ops->moe(p->cpu_stream, &a), p->gpu_ops->moe(p->gpu_stream, &g), "moe");
         pair_differs(p, &y, m.hidden, 5e-3, moe_trap_names[trap], "experts");
@@ -352,6 +369,48 @@ static void set_trap(enum trap trap, struct td_attention_args *g, float *sinks, 
     }
 }
 
+/* The definition in float64, into out (f32): one query at a time over all keys it sees. */
+static void oracle(const struct td_attention_args *a, const struct seq *list, uint32_t n)
+{
+    const struct td_kv_group_layout *l = &a->kv.layout;
+    uint32_t group = a->n_heads / a->n_kv_heads, row = 0, longest = 0;
+    for (uint32_t i = 0; i < n; i++)
+        if (list[i].start + list[i].n_rows > longest) longest = list[i].start + list[i].n_rows;
+    double *z = malloc(longest * sizeof *z);
+    for (uint32_t i = 0; i < n; i++)
+        for (uint32_t r = 0; r < list[i].n_rows; r++, row++)
+            for (uint32_t h = 0; h < a->n_heads; h++) {
+                const float *q = a->q + ((size_t)row * a->n_heads + h) * 64;
+                float *out = a->out + ((size_t)row * a->n_heads + h) * 64;
+                uint32_t at = list[i].start + r, from = a->window != 0 && at + 1 > a->window ? at + 1 - a->window : 0;
+                double max = a->sinks[h], sum = 0, o[64] = {0};
+                size_t kv[2];
+#define FIND(c)                                                                                                        \
+    for (int v = 0; v < 2; v++)                                                                                        \
+    kv[v] = td_kv_offset(l, a->kv.layer, a->pages[a->seqs[i].pages + (c) / l->page_tokens - a->seqs[i].first_block],   \
+                         h / group, v, (c) % l->page_tokens) /                                                         \
+            td_dtype_bytes(l->dtype)
+                for (uint32_t c = from; c <= at; c++) {
+                    FIND(c);
+                    z[c] = 0;
+                    for (int d = 0; d < 64; d++)
+                        z[c] += (double)q[d] * kv_value(a->kv.pool, kv[0] + (size_t)d, l->dtype);
+                    z[c] *= (double)a->scale;
+                    if (z[c] > max) max = z[c];
+                }
+                for (uint32_t c = from; c <= at; c++) {
+                    FIND(c);
+                    double w = exp(z[c] - max);
+                    sum += w;
+                    for (int d = 0; d < 64; d++) o[d] += w * kv_value(a->kv.pool, kv[1] + (size_t)d, l->dtype);
+                }
+#undef FIND
+                if (a->sinks[h] > -INFINITY) sum += exp(a->sinks[h] - max);
+                for (int d = 0; d < 64; d++) out[d] = (float)(o[d] / sum);
+            }
+    free(z);
+}
+
 static void check_attention_of(struct pair *p, struct kv_shape k, uint32_t window, const struct seq *list, uint32_t n,
                                const char *name, enum trap trap)
 {
@@ -363,7 +422,7 @@ static void check_attention_of(struct pair *p, struct kv_shape k, uint32_t windo
                                    .n_heads = k.n_kv_heads,
                                    .head_dim = 64,
                                    .page_tokens = k.page_tokens,
-                                   .dtype = TD_BF16};
+                                   .dtype = dtype_of(k)};
     if (l.n_pages % 7 == 0) l.n_pages++; /* so that a stride of 7 meets each page once */
     size_t pool_bytes = td_kv_pool_bytes(&l);
     uint16_t *pool = malloc(pool_bytes);
@@ -375,20 +434,27 @@ static void check_attention_of(struct pair *p, struct kv_shape k, uint32_t windo
         bool is_cut = trap == NO_TRAP && window != 0 && list[i].start + 1 > window;
         uint32_t seen = is_cut ? list[i].start + 1 - window : 0;
         uint32_t first = seen / k.page_tokens, end = (list[i].start + list[i].n_rows - 1) / k.page_tokens + 1;
-        seqs[i] = (struct td_seq_rows){
-            .row = n_rows, .n_rows = list[i].n_rows, .start = list[i].start, .pages = n_pages, .first_block = first};
+        seqs[i] = (struct td_seq_rows){.row = n_rows,
+                                       .n_rows = list[i].n_rows,
+                                       .start = list[i].start,
+                                       .pages = n_pages,
+                                       .first_block = first,
+                                       .fresh = list[i].start};
         for (uint32_t b = first; b < end; b++, n_pages++) pages[n_pages] = (n_pages * 7 + 3) % l.n_pages;
         for (uint32_t c = seen; c < list[i].start + list[i].n_rows; c++)
             for (uint32_t h = 0; h < k.n_kv_heads; h++)
                 for (int v = 0; v < 2; v++) {
                     uint32_t page = pages[seqs[i].pages + c / k.page_tokens - first];
-                    uint16_t *to = pool + td_kv_offset(&l, 1, page, h, v, c % k.page_tokens) / 2;
+                    size_t at = td_kv_offset(&l, 1, page, h, v, c % k.page_tokens) / td_dtype_bytes(l.dtype);
                     float scale = c % 97 == 5 ? 6.0f : 1.0f; /* some keys stand out */
                     for (uint32_t d = 0; d < 64; d++) {
                         float f = pair_random(p) * scale;
                         uint32_t bits;
                         memcpy(&bits, &f, 4);
-                        to[d] = (uint16_t)((bits + 0x8000u) >> 16);
+                        if (k.is_fp8)
+                            ((uint8_t *)pool)[at + d] = td_e4m3_encode(f);
+                        else
+                            pool[at + d] = (uint16_t)((bits + 0x8000u) >> 16);
                     }
                 }
         n_rows += list[i].n_rows;
@@ -400,7 +466,8 @@ static void check_attention_of(struct pair *p, struct kv_shape k, uint32_t windo
     size_t n_out = (size_t)n_rows * k.n_heads * 64;
     struct both q = pair_values(p, ACT, n_out, 1), out = pair_out(p, ACT, n_out), kv = pair_raw(p, pool, pool_bytes),
                 sq = pair_raw(p, seqs, n * sizeof *seqs), pg = pair_u32(p, pages, n_pages),
-                sk = pair_raw(p, sinks, k.n_heads * sizeof *sinks);
+                sk = pair_raw(p, sinks, k.n_heads * sizeof *sinks),
+                scratch = pair_out(p, RAW, k.is_fp8 ? max_pages * td_kv_page_bytes(&l) * 2 : 16);
     struct td_attention_args a = {.q = q.cpu,
                                   .kv = {.layout = l, .pool = kv.cpu, .layer = 1},
                                   .seqs = sq.cpu,
@@ -417,18 +484,22 @@ static void check_attention_of(struct pair *p, struct kv_shape k, uint32_t windo
                                   .scale = 0.125f},
                              g = a;
     g.q = (float *)(void *)q.gpu, g.kv.pool = kv.gpu, g.seqs = (struct td_seq_rows *)(void *)sq.gpu;
+    g.seqs_host = seqs, g.scratch = scratch.gpu, g.scratch_bytes = scratch.n;
     g.pages = (uint32_t *)(void *)pg.gpu, g.sinks = (float *)(void *)sk.gpu, g.out = (float *)(void *)out.gpu;
     if (trap != NO_TRAP) {
         set_trap(trap, &g, sinks, k.n_heads);
         if (td_device_upload(p->gpu, sk.gpu, sinks, k.n_heads * sizeof *sinks) != TD_OK) exit(1);
     }
     pair_status(p, p->cpu_ops->attention(p->cpu_stream, &a), p->gpu_ops->attention(p->gpu_stream, &g), "attention");
-    snprintf(what, sizeof what, "attention %s, %u:%u heads, window %u, pages of %u", name, k.n_heads, k.n_kv_heads,
-             window, k.page_tokens);
-    if (trap == NO_TRAP)
-        pair_compare(p, &out, 64, 5e-3, what);
-    else
+    snprintf(what, sizeof what, "attention %s, %u:%u heads, window %u, pages of %u%s", name, k.n_heads, k.n_kv_heads,
+             window, k.page_tokens, k.is_fp8 ? ", FP8" : "");
+    if (trap != NO_TRAP)
         pair_differs(p, &out, 64, 5e-3, trap_names[trap], what);
+    else if (strncmp(name, "float64", 7) == 0) {
+        oracle(&a, list, n);
+        pair_compare(p, &out, 64, 5e-3, what);
+    } else
+        pair_compare(p, &out, 64, 5e-3, what);
     free(pool);
     free(seqs);
     free(pages);
@@ -438,14 +509,16 @@ static void check_attention_of(struct pair *p, struct kv_shape k, uint32_t windo
 
 static void check_attention(struct pair *p)
 {
-    static const struct kv_shape shapes[] = {{64, 8, 64},  {16, 8, 64}, {64, 8, 16}, {64, 8, 48},
-                                             {16, 8, 256}, {8, 8, 64},  {8, 1, 64}};
+    static const struct kv_shape shapes[] = {{64, 8, 64, 0},  {16, 8, 64, 0}, {64, 8, 16, 0}, {64, 8, 48, 0},
+                                             {16, 8, 256, 0}, {8, 8, 64, 0},  {8, 1, 64, 0},  {64, 8, 64, 1},
+                                             {16, 8, 16, 1},  {8, 1, 48, 1}};
     static const uint32_t edges[] = {1,   2,   15,  16,  17,  63,  64,  65,  127,  128,
                                      129, 130, 191, 192, 193, 255, 256, 257, 1000, 4095};
     for (size_t i = 0; i < COUNT(shapes); i++)
         for (uint32_t window = 0; window <= 128; window += 128) {
             struct seq list[64];
             uint32_t n = 0;
+            if (window != 0 && shapes[i].is_fp8) continue; /* windows stay bf16 */
             for (size_t e = 0; e < COUNT(edges); e++) list[n++] = (struct seq){edges[e] - 1, 1};
             check_attention_of(p, shapes[i], window, list, n, "of single rows", NO_TRAP);
             check_attention_of(p, shapes[i], window, list + n - 1, 1, "of one row", NO_TRAP);
@@ -460,94 +533,24 @@ static void check_attention(struct pair *p)
             }
             check_attention_of(p, shapes[i], window, list, n, "of chunks and single rows", NO_TRAP);
         }
+    /* Against float64: every edge again, and chunks whose rows cross them. */
+    static const struct kv_shape exact[] = {{64, 8, 64, 0}, {16, 8, 64, 0}, {64, 8, 64, 1}};
+    for (size_t i = 0; i < COUNT(exact); i++)
+        for (uint32_t window = 0; window <= 128; window += 128) {
+            struct seq list[64];
+            if (window != 0 && exact[i].is_fp8) continue;
+            uint32_t n = 0;
+            for (size_t e = 0; e < COUNT(edges); e++) list[n++] = (struct seq){edges[e] - 1, 1};
+            check_attention_of(p, exact[i], window, list, n, "float64, of single rows", NO_TRAP);
+            static const struct seq chunks[] = {{0, 130}, {63, 3}, {120, 20}, {1000, 30}, {4094, 4}, {0, 1}};
+            check_attention_of(p, exact[i], window, chunks, COUNT(chunks), "float64, of chunks", NO_TRAP);
+        }
     struct seq many[200];
     for (uint32_t i = 0; i < COUNT(many); i++) many[i] = (struct seq){i * 37 % 911, 1};
     many[100].start = 9000;
     check_attention_of(p, shapes[0], 0, many, COUNT(many), "of 200 ragged rows", NO_TRAP);
     check_attention_of(p, shapes[0], 128, many, COUNT(many), "of 200 ragged rows", NO_TRAP);
-}
-
-/* ---- draws ---- */
-
-/* The GPU's draws against the definition. Sums are rounded differently, so a draw may also be a neighbour that is
- * within 1e-6 of the mark. */
-static void check_sample(struct pair *p, uint32_t vocab, uint32_t n_ids, uint32_t n_rows)
-{
-    float *x = malloc((size_t)n_rows * vocab * sizeof *x),
-          *scratch = malloc(td_sample_scratch_floats(n_ids) * sizeof *scratch);
-    struct td_sample_row *rows = calloc(n_rows, sizeof *rows);
-    struct td_segment *segs = calloc(n_rows, sizeof *segs);
-    struct td_sampling *settings = calloc(n_rows, sizeof *settings);
-    static const float temperatures[] = {0, 1, 0.7f, 0.01f, 3};
-    for (uint32_t r = 0; r < n_rows; r++) {
-        float *row = x + (size_t)r * vocab, spread = r % 3 == 0 ? 0.5f : 4;
-        for (uint32_t i = 0; i < vocab; i++) row[i] = pair_random(p) * spread;
-        if (r % 7 == 1) row[n_ids / 3] = row[n_ids / 2] = 40; /* equal and far ahead */
-        if (r % 7 == 2)
-            for (uint32_t i = 0; i < n_ids; i++) row[i] = i % 1000 == 999 ? 1.0f : i % 2 ? -INFINITY : NAN;
-        if (r % 7 == 3) row[n_ids - 1] = INFINITY;
-        if (r % 7 == 4)
-            for (uint32_t i = 0; i < n_ids; i++) row[i] = 2; /* all alike */
-        if (r % 7 == 5) row[n_ids] = 100;                    /* names no token */
-        settings[r] = (struct td_sampling){
-            .temperature = temperatures[r % COUNT(temperatures)], .top_p = 1, .seed = 77 + r, .repetition_penalty = 1};
-        segs[r] = (struct td_segment){
-            .want_token = true, .want_logprobs = true, .sampling = &settings[r], .draw_index = r * 3};
-        td_sample_ask(&segs[r], &rows[r]);
-    }
-    struct both logits = pair_raw(p, x, (size_t)n_rows * vocab * sizeof *x),
-                in = pair_raw(p, rows, n_rows * sizeof *rows),
-                out = pair_out(p, RAW, n_rows * sizeof(struct td_sampled)),
-                parts = pair_out(p, RAW, (size_t)n_rows * TD_SAMPLE_PARTS * 16);
-    struct td_sample_args a = {.logits = (float *)(void *)logits.gpu,
-                               .rows = (void *)in.gpu,
-                               .out = (void *)out.gpu,
-                               .parts = parts.gpu,
-                               .n_rows = n_rows,
-                               .vocab = vocab,
-                               .n_ids = n_ids};
-    pair_status(p, TD_OK, td_stream_sample(p->gpu_stream, &a), "sample");
-    struct td_sampled *found = malloc(n_rows * sizeof *found);
-    if (td_stream_sync(p->gpu_stream) != TD_OK ||
-        td_device_download(p->gpu, found, out.gpu, n_rows * sizeof *found) != TD_OK)
-        exit(1);
-    for (uint32_t r = 0; r < n_rows; r++) {
-        const float *row = x + (size_t)r * vocab;
-        struct td_segment want = segs[r];
-        td_sample(row, n_ids, &want, scratch);
-        td_sample_take(&segs[r], &found[r]);
-        p->n_checks++;
-        bool is_near = segs[r].token == want.token;
-        if (found[r].token == UINT32_MAX) { /* left to the host: right only if nothing can be drawn */
-            if (want.chosen.logprob > TD_LOGPROB_FLOOR) {
-                printf("  sample: row %u of %u: no token, but %u can be drawn\n", r, n_rows, want.token);
-                p->n_failed++;
-            }
-            continue;
-        }
-        if (!is_near && settings[r].temperature != 0 && segs[r].token < n_ids) {
-            double max = -INFINITY, sum = 0, before = 0, total = 0;
-            for (uint32_t i = 0; i < n_ids; i++) max = fmax(max, row[i]);
-            for (uint32_t i = 0; i < n_ids; i++) {
-                if (!(row[i] > -INFINITY)) continue;
-                sum += exp(((double)row[i] - max) / (double)settings[r].temperature);
-                if (i < segs[r].token) before = sum;
-                total = sum;
-            }
-            double mark = rows[r].u * total,
-                   w = exp(((double)row[segs[r].token] - max) / (double)settings[r].temperature);
-            is_near = mark > before - 1e-6 * total && mark < before + w + 1e-6 * total;
-        }
-        double off = fabs((double)segs[r].chosen.logprob - want.chosen.logprob);
-        bool is_same = segs[r].token != want.token || off <= 1e-4 * (1 + fabs((double)want.chosen.logprob));
-        if (!is_near || !is_same) {
-            printf("  sample: row %u of %u: token %u (%.6f), not %u (%.6f)\n", r, n_rows, segs[r].token,
-                   (double)segs[r].chosen.logprob, want.token, (double)want.chosen.logprob);
-            p->n_failed++;
-        }
-    }
-    free(x), free(scratch), free(rows), free(segs), free(settings), free(found);
-    pair_free_all(p);
+    check_attention_of(p, shapes[7], 0, many, COUNT(many), "of 200 ragged rows", NO_TRAP);
 }
 
 static void check_traps(struct pair *p)
@@ -555,9 +558,9 @@ static void check_traps(struct pair *p)
     static const struct seq single[] = {{126, 1}, {127, 1}, {128, 1}, {300, 1}, {2000, 1}},
                             prompt[] = {{0, 300}, {100, 150}};
     for (enum trap t = NO_TRAP + 1; t < N_TRAPS; t++) {
-        check_attention_of(p, (struct kv_shape){64, 8, 64}, 128, single, COUNT(single), "of single rows", t);
-        check_attention_of(p, (struct kv_shape){64, 8, 64}, 128, prompt, COUNT(prompt), "of prompts", t);
-        check_attention_of(p, (struct kv_shape){16, 8, 64}, 128, prompt, COUNT(prompt), "of prompts", t);
+        check_attention_of(p, (struct kv_shape){64, 8, 64, 0}, 128, single, COUNT(single), "of single rows", t);
+        check_attention_of(p, (struct kv_shape){64, 8, 64, 0}, 128, prompt, COUNT(prompt), "of prompts", t);
+        check_attention_of(p, (struct kv_shape){16, 8, 64, 0}, 128, prompt, COUNT(prompt), "of prompts", t);
     }
     for (enum moe_trap t = NO_MOE_TRAP + 1; t < N_MOE_TRAPS; t++)
         for (uint32_t rows = 5; rows <= 100; rows += 95) check_moe(p, (struct moe_shape){288, 320, 8, rows, 0, 0}, t);
@@ -595,13 +598,15 @@ int main(int argc, char **argv)
     if (WANTED("qkv")) {
         static const uint32_t rows[] = {1, 8, 9, 17, 32, 33, 64, 129, 300};
         for (size_t i = 0; i < COUNT(rows); i++) {
-            check_qkv(&p, (struct kv_shape){16, 8, 64}, 288, rows[i], TD_QKV_Q | TD_QKV_KV);
-            check_qkv(&p, (struct kv_shape){64, 8, 64}, 2880, rows[i], TD_QKV_Q | TD_QKV_KV);
-            check_qkv(&p, (struct kv_shape){64, 8, 48}, 288, rows[i], TD_QKV_KV);
-            check_qkv(&p, (struct kv_shape){16, 8, 16}, 288, rows[i], TD_QKV_Q);
-            check_qkv(&p, (struct kv_shape){8, 1, 64}, 2880, rows[i], TD_QKV_Q | TD_QKV_KV);
+            check_qkv(&p, (struct kv_shape){16, 8, 64, 0}, 288, rows[i], TD_QKV_Q | TD_QKV_KV);
+            check_qkv(&p, (struct kv_shape){64, 8, 64, 0}, 2880, rows[i], TD_QKV_Q | TD_QKV_KV);
+            check_qkv(&p, (struct kv_shape){64, 8, 48, 0}, 288, rows[i], TD_QKV_KV);
+            check_qkv(&p, (struct kv_shape){16, 8, 16, 0}, 288, rows[i], TD_QKV_Q);
+            check_qkv(&p, (struct kv_shape){8, 1, 64, 0}, 2880, rows[i], TD_QKV_Q | TD_QKV_KV);
+            check_qkv(&p, (struct kv_shape){64, 8, 64, 1}, 288, rows[i], TD_QKV_Q | TD_QKV_KV);
+            check_qkv(&p, (struct kv_shape){16, 8, 48, 1}, 2880, rows[i], TD_QKV_KV);
         }
-        check_qkv(&p, (struct kv_shape){64, 8, 256}, 288, 4500, TD_QKV_Q | TD_QKV_KV);
+        check_qkv(&p, (struct kv_shape){64, 8, 256, 0}, 288, 4500, TD_QKV_Q | TD_QKV_KV);
         pair_report(&p, "qkv");
     }
     if (WANTED("moe")) {
@@ -623,12 +628,18 @@ int main(int argc, char **argv)
     }
     if (WANTED("traps")) {
         check_traps(&p);
+        check_expert_traps(&p);
+        check_rotation_traps(&p);
+        check_residual_traps(&p);
+        check_pack(&p);
         pair_report(&p, "planted mistakes are seen");
     }
+    if (WANTED("invariant")) {
+        check_invariance(&p);
+        pair_report(&p, "batch-invariant");
+    }
     if (WANTED("sample")) {
-        check_sample(&p, 2048, 2016, 70);
-        check_sample(&p, 201088, 200019, 35);
-        check_sample(&p, 300, 255, 35);
+        check_draws(&p);
         pair_report(&p, "draws");
     }
     if (WANTED("golden")) {
@@ -643,15 +654,17 @@ int main(int argc, char **argv)
         check_embed_and_rope(&p);
         check_linear(&p, 288, 1024, rows, COUNT(rows));
         for (size_t i = 0; i < COUNT(rows); i++) {
-            check_qkv(&p, (struct kv_shape){16, 8, 64}, 288, rows[i], TD_QKV_Q | TD_QKV_KV);
+            check_qkv(&p, (struct kv_shape){16, 8, 64, 0}, 288, rows[i], TD_QKV_Q | TD_QKV_KV);
             check_moe(&p, (struct moe_shape){288, 320, 8, rows[i], 0, 0}, NO_MOE_TRAP);
         }
         for (uint32_t window = 0; window <= 128; window += 128) {
-            check_attention_of(&p, (struct kv_shape){64, 8, 64}, window, single, COUNT(single), "of single rows",
+            check_attention_of(&p, (struct kv_shape){64, 8, 64, 0}, window, single, COUNT(single), "of single rows",
                                NO_TRAP);
-            check_attention_of(&p, (struct kv_shape){16, 8, 16}, window, mixed, COUNT(mixed), "of both", NO_TRAP);
+            check_attention_of(&p, (struct kv_shape){16, 8, 16, 0}, window, mixed, COUNT(mixed), "of both", NO_TRAP);
+            if (window == 0)
+                check_attention_of(&p, (struct kv_shape){16, 8, 16, 1}, 0, mixed, COUNT(mixed), "of both", NO_TRAP);
         }
-        check_sample(&p, 2048, 2016, 10);
+        check_few_draws(&p);
         pair_report(&p, "a few of all");
     }
     printf("%u checks, %u failed\n", p.n_checks, p.n_failed);

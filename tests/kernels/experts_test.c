@@ -685,7 +685,7 @@ int main(int argc, char **argv)
         check_layer(&(struct shape){288, 320, 8, 4000, 0, true, USUAL}, 20);
         for (int f = TD_EXPERTS_FP8; f <= TD_EXPERTS_MXFP4; f++) {
             struct pair p;
-            if (!pair_open_as(&p, f)) return 1;
+            if (!pair_open_as(&p, &(struct td_device_options){.backend = "cuda", .experts = f})) return 1;
             check_goldens(&p);
             pair_report(&p, form_names[f]);
             n_checks += p.n_checks, n_failed += p.n_failed;

@@ -31,15 +31,15 @@ static void must(enum td_status st, const char *what)
     exit(1);
 }
 
-int pair_open(struct pair *p) { return pair_open_as(p, TD_EXPERTS_BF16); }
+int pair_open(struct pair *p) { return pair_open_as(p, &(struct td_device_options){.backend = "cuda"}); }
 
-int pair_open_as(struct pair *p, enum td_expert_form experts)
+int pair_open_as(struct pair *p, const struct td_device_options *gpu)
 {
     struct td_err err = {0};
     *p = (struct pair){.seed = 1};
-    struct td_device_options cpu = {0}, gpu = {.backend = "cuda", .experts = experts};
+    struct td_device_options cpu = {0};
     must(td_device_open(&cpu, &p->cpu, &err), "the CPU's device");
-    if (td_device_open(&gpu, &p->gpu, &err) != TD_OK) {
+    if (td_device_open(gpu, &p->gpu, &err) != TD_OK) {
         fprintf(stderr, "cuda_test: %s\n", err.text);
         td_device_close(p->cpu);
         return 0;

@@ -26,8 +26,8 @@ struct pair {
     uint32_t n_list;
 };
 
-int pair_open(struct pair *p);                                 /* 0: there is no GPU to use; the reason is printed */
-int pair_open_as(struct pair *p, enum td_expert_form experts); /* with the GPU's experts in this form */
+int pair_open(struct pair *p); /* 0: there is no GPU to use; the reason is printed */
+int pair_open_as(struct pair *p, const struct td_device_options *gpu);
 void pair_close(struct pair *p);
 
 float pair_random(struct pair *p); /* about normal */

@@ -44,7 +44,7 @@ void tiny_open(struct tiny *t, const struct tiny_options *o)
                                                       .n_heads = t->c->n_kv_heads / n_ranks,
                                                       .head_dim = t->c->head_dim,
                                                       .page_tokens = page_tokens,
-                                                      .dtype = o->kv_type};
+                                                      .dtype = o->kv_type == TD_E4M3 && g == TD_KV_SLIDING ? TD_BF16 : o->kv_type};
         size_t bytes = td_kv_pool_bytes(&t->engine.kv[g]);
         for (uint32_t r = 0; r < n_ranks; r++) {
             void *pool = malloc(bytes == 0 ? 1 : bytes);

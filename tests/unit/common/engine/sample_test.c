@@ -481,21 +481,130 @@ static void only_plain_draws_are_left_to_a_device(void **state)
     assert_true(td_sample_is_plain(&seg));
 }
 
+/* Room for what a device is asked, on the host. */
+struct asked {
+    struct td_sample_row rows[4];
+    uint32_t filtered[4], masks[2 * MAX_VOCAB / 32], marks[MAX_VOCAB];
+    struct td_sample_edit edits[600];
+    struct td_sample_asked a;
+};
+
+static void make_asked(struct asked *q, uint32_t n, uint32_t max_edits)
+{
+    memset(q, 0x5a, sizeof *q);
+    q->a = (struct td_sample_asked){.rows = q->rows,
+                                    .filtered = q->filtered,
+                                    .edits = q->edits,
+                                    .masks = q->masks,
+                                    .max_edits = max_edits,
+                                    .max_masks = 2,
+                                    .mask_words = MAX_VOCAB / 32,
+                                    .n_ids = n};
+}
+
 static void what_a_device_found_lands_in_the_segment(void **state)
 {
     (void)state;
     struct td_sampling s = plain(0.5f);
     struct td_segment seg = {.sampling = &s, .want_token = true, .want_logprobs = true, .draw_index = 4};
-    struct td_sample_row row;
-    td_sample_ask(&seg, &row);
-    assert_true(row.temperature == 0.5f);
-    assert_true(row.u == td_rng_uniform(7, 4, 0));
-    td_sample_take(&seg, &(struct td_sampled){.token = 12, .logit = -1, .log_sum = 2});
+    struct asked q;
+    make_asked(&q, 40, 10);
+    assert_true(td_sample_ask(&q.a, &seg, q.marks));
+    assert_true(q.rows[0].temperature == 0.5f && q.rows[0].is_filtered == 0 && q.rows[0].n_edits == 0);
+    assert_true(q.rows[0].u == td_rng_uniform(7, 4, 0));
+    assert_int_equal(q.a.n_rows, 1);
+    assert_int_equal(q.a.n_filtered, 0);
+    struct td_sample_top top[TD_SAMPLE_TOPS] = {{.logit = 1, .id = 9}, {.logit = -INFINITY, .id = 3}};
+    td_sample_take(&seg, 40, &(struct td_sampled){.token = 12, .logit = -1, .log_sum = 2}, top);
     assert_int_equal(seg.token, 12);
     assert_int_equal(seg.chosen.id, 12);
     assert_true(seg.chosen.logprob == -3.0f);
-    td_sample_take(&seg, &(struct td_sampled){.token = 5, .logit = -INFINITY, .log_sum = 2});
+    seg.n_top_logprobs = 2;
+    td_sample_take(&seg, 40, &(struct td_sampled){.token = 5, .logit = -INFINITY, .log_sum = 2}, top);
     assert_true(seg.chosen.logprob == TD_LOGPROB_FLOOR);
+    assert_int_equal(seg.top[0].id, 9);
+    assert_true(seg.top[0].logprob == -1.0f && seg.top[1].logprob == TD_LOGPROB_FLOOR);
+    td_sample_ask_nothing(&q.a);
+    assert_true(q.rows[1].is_filtered == 0 && q.a.n_rows == 2);
+}
+
+/* x after a row's mask and edits, as args.h tells a backend to do it. */
+static void apply(const struct asked *q, const struct td_sample_row *r, float *x)
+{
+    for (uint32_t id = 0; r->mask != TD_SAMPLE_NO_MASK && id < q->a.n_ids; id++)
+        if (!(q->masks[r->mask * q->a.mask_words + id / 32] >> (id % 32) & 1)) x[id] = -INFINITY;
+    for (uint32_t i = r->first_edit; i < r->first_edit + r->n_edits; i++) {
+        const struct td_sample_edit *e = &q->edits[i];
+        double v = e->how & TD_EDIT_BANNED ? -INFINITY : (double)(float)((double)x[e->id] + e->bias);
+        uint32_t count = e->how & TD_EDIT_COUNT;
+        if (e->how & TD_EDIT_PENALISED) {
+            v = v > 0 ? v / r->repetition : v * r->repetition;
+            v -= (double)r->frequency * count + (count > 0 ? (double)r->presence : 0);
+        }
+        x[e->id] = (float)v;
+    }
+}
+
+static void edits_and_masks_say_what_bias_bans_and_penalties_do(void **state)
+{
+    (void)state;
+    enum { N = 300 };
+    struct asked q;
+    uint32_t mask[N / 32 + 1], banned[5], history[80], bias_ids[6];
+    float x[N], y[N], values[6];
+    for (uint32_t round = 0; round < 200; round++) {
+        make_logits(x, N, 50 + round);
+        for (uint32_t i = 0; i < N / 32 + 1; i++) mask[i] = (uint32_t)(td_rng_uniform(round, i, 2) * 4294967295.0);
+        for (uint32_t i = 0; i < 5; i++) banned[i] = (uint32_t)(td_rng_uniform(round, i, 3) * 320); /* some too high */
+        for (uint32_t i = 0; i < 80; i++) history[i] = (uint32_t)(td_rng_uniform(round, i, 4) * 320) & ~3u;
+        for (uint32_t i = 0; i < 6; i++) bias_ids[i] = i * 50 + round % 50;
+        for (uint32_t i = 0; i < 6; i++) values[i] = (float)i - 2;
+        struct td_sampling s = plain(0.9f);
+        s.top_k = 40;
+        s.repetition_penalty = 1.25f;
+        s.presence_penalty = 0.5f;
+        s.frequency_penalty = round % 3 == 0 ? -0.25f : 0.25f;
+        s.n_logit_bias = 6;
+        s.bias_ids = bias_ids;
+        s.bias_values = values;
+        struct td_segment seg = {.sampling = &s,
+                                 .draw_index = round,
+                                 .mask = round % 2 ? mask : NULL,
+                                 .banned_ids = banned,
+                                 .n_banned = 5,
+                                 .history = history,
+                                 .n_history = 80,
+                                 .n_prompt = 30};
+        make_asked(&q, N, 600);
+        assert_true(td_sample_ask(&q.a, &seg, q.marks));
+        assert_int_equal(q.a.n_filtered, 1);
+        memcpy(y, x, sizeof y);
+        apply(&q, &q.rows[0], y);
+        struct td_sampling bare = plain(0.9f);
+        bare.top_k = 40;
+        td_sample(x, N, &seg, scratch);
+        assert_int_equal(draw(y, N, &bare, round), seg.token);
+    }
+}
+
+static void a_draw_with_more_edits_than_there_is_room_for_stays_with_the_host(void **state)
+{
+    (void)state;
+    static const uint32_t banned[3] = {1, 2, 3};
+    struct td_sampling s = plain(1);
+    struct td_segment seg = {.sampling = &s, .want_token = true, .banned_ids = banned, .n_banned = 3}, other = seg;
+    struct asked q;
+    make_asked(&q, 300, 4);
+    assert_true(td_sample_ask(&q.a, &seg, q.marks));
+    assert_false(td_sample_ask(&q.a, &seg, q.marks));
+    other.n_banned = 1;
+    assert_true(td_sample_ask(&q.a, &other, q.marks)); /* the one that failed left no trace */
+    assert_int_equal(q.a.n_rows, 3);
+    assert_int_equal(q.a.n_filtered, 2);
+    assert_int_equal(q.filtered[1], 2);
+    assert_int_equal(q.rows[1].is_filtered, 0);
+    assert_int_equal(q.rows[2].first_edit, 3);
+    assert_int_equal(q.rows[2].n_edits, 1);
 }
 
 int main(void)
@@ -515,6 +624,8 @@ int main(void)
         cmocka_unit_test(settings_out_of_range_are_refused_by_name),
         cmocka_unit_test(only_plain_draws_are_left_to_a_device),
         cmocka_unit_test(what_a_device_found_lands_in_the_segment),
+        cmocka_unit_test(edits_and_masks_say_what_bias_bans_and_penalties_do),
+        cmocka_unit_test(a_draw_with_more_edits_than_there_is_room_for_stays_with_the_host),
     };
     return cmocka_run_group_tests(tests, make_scratch, free_scratch);
 }

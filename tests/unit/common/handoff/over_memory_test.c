@@ -178,7 +178,7 @@ static void wild(uint64_t seed, unsigned *n_ready)
         .incarnation = D_INC, .window_tokens = WINDOW, .n_ranks = 1, .quarantine_ms = 250, .stop_retry_ms = 200};
     o.address = td_xfer_memory.address(n.dx, &o.n_address);
     memcpy(o.kv, w->layout, sizeof o.kv);
-    struct td_rx_ports rp = {&w->env, &n, d_send, d_ready, d_failed, d_ended};
+    struct td_rx_ports rp = {&w->env, &n, d_send, d_ready, d_failed, d_ended, NULL};
     assert_int_equal(td_rx_create(&o, w->kv, &rp, &w->rx), TD_OK);
     for (int g = 0; g < TD_KV_N_GROUPS; g++) {
         free(w->dst[g]);

@@ -467,7 +467,7 @@ static inline struct pair *pair_create(uint64_t seed)
         .stop_retry_ms = 1000,
     };
     memcpy(o.kv, w->layout, sizeof o.kv);
-    struct td_rx_ports ports = {&w->env, w, rx_send, rx_ready, rx_failed, rx_ended};
+    struct td_rx_ports ports = {&w->env, w, rx_send, rx_ready, rx_failed, rx_ended, NULL};
     assert_int_equal(td_rx_create(&o, w->kv, &ports, &w->rx), TD_OK);
     pair_start_sender(w, 0xa1);
     w->p_reachable = true;

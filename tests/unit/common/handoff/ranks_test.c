@@ -174,7 +174,7 @@ static void open_world(struct world *w, uint32_t src_ranks, uint32_t dst_ranks, 
     assert_int_equal(td_kv_pages_create(n_pages, &w->kv), TD_OK);
     struct td_rx_options ro = {.incarnation = D_INC, .window_tokens = WINDOW, .n_ranks = dst_ranks, .n_vocab = 100};
     memcpy(ro.kv, w->dst_kv, sizeof ro.kv);
-    struct td_rx_ports rp = {&w->env, w, send_to_p, on_ready, on_failed, on_rx_ended};
+    struct td_rx_ports rp = {&w->env, w, send_to_p, on_ready, on_failed, on_rx_ended, NULL};
     assert_int_equal(td_rx_create(&ro, w->kv, &rp, &w->rx), TD_OK);
     struct td_tx_ports tp = {.env = &w->env, .self = w, .xfer = &fake, .ended = on_tx_ended};
     struct td_tx_source src = {.n_ranks = src_ranks};

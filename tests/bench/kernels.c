@@ -1,12 +1,16 @@
-/* Times the CUDA ops: each row a shape of gpt-oss, with the floor (bytes over the read bandwidth or operations over the
- * tensor rate) and the ratio. A row is a graph of many launches over buffers that rotate through more than the L2,
- * launched again and again; the median is printed. */
+/* tandem-bench kernels: the CUDA ops, each row a shape of gpt-oss, with the floor (bytes over the read bandwidth or
+ * operations over the tensor rate) and the ratio; then the same shapes by cuBLAS and PyTorch's attention, in the same
+ * run (kernels_peer.py). A row is a graph of many launches over buffers that rotate through more than the L2, launched
+ * again and again; the median is printed. */
+#include <getopt.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include "tests/bench/bench.h"
 #include "tests/kernels/pair.h"
 
 #define TB_S       4.31 /* measured: sum over 4 GiB */
@@ -14,17 +18,14 @@
 #define L2_BYTES   (256u << 20) /* rotate through at least this */
 #define MAX_TURNS  64u
 
-static double now_s(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
+static const char *prefix = ""; /* of every row */
+static int is_fp8;              /* pages of the attention rows */
+static int is_short;            /* only the rows that show what a mode costs */
 
 static void must(struct pair *p, enum td_status st, const char *what)
 {
     if (st == TD_OK) return;
-    printf("cuda_bench: %s: %s %s\n", what, td_status_name(st), td_device_last_error(p->gpu));
+    printf("tandem-bench: %s: %s %s\n", what, td_status_name(st), td_device_last_error(p->gpu));
     exit(1);
 }
 
@@ -40,8 +41,15 @@ static int by_value(const void *a, const void *b)
 }
 
 /* Median seconds of one call. n_turns: different buffers; n: calls in a graph, a multiple of it. */
+static int is_profile; /* a few bare calls, for a profiler that counts launches */
+
 static double time_of(struct pair *p, struct call c, uint32_t n_turns, uint32_t n)
 {
+    for (uint32_t i = 0; i < 3 && is_profile; i++) must(p, c.run(p, c.args, i % n_turns), "call");
+    if (is_profile) {
+        must(p, td_stream_sync(p->gpu_stream), "call");
+        return 1;
+    }
     struct td_graph *g = NULL;
     double t[9];
     for (uint32_t i = 0; i < n_turns; i++) must(p, c.run(p, c.args, i), "warm-up");
@@ -50,10 +58,10 @@ static double time_of(struct pair *p, struct call c, uint32_t n_turns, uint32_t 
     for (uint32_t i = 0; i < n; i++) must(p, c.run(p, c.args, i % n_turns), "capture");
     must(p, td_graph_end(p->gpu_stream, &g), "capture");
     for (int k = -2; k < 9; k++) {
-        double begun = now_s();
+        double begun = td_bench_now();
         must(p, td_graph_launch(p->gpu_stream, g), "graph");
         must(p, td_stream_sync(p->gpu_stream), "graph");
-        if (k >= 0) t[k] = (now_s() - begun) / n;
+        if (k >= 0) t[k] = (td_bench_now() - begun) / n;
     }
     td_graph_destroy(p->gpu, g);
     qsort(t, 9, sizeof t[0], by_value);
@@ -63,15 +71,15 @@ static double time_of(struct pair *p, struct call c, uint32_t n_turns, uint32_t 
 static void row_bytes(const char *what, double s, double bytes)
 {
     double floor_s = bytes / (TB_S * 1e12);
-    printf("%-44s %9.2f us  floor %8.2f us  %5.1f %%  %6.2f TB/s\n", what, s * 1e6, floor_s * 1e6, 100 * floor_s / s,
-           bytes / s * 1e-12);
+    printf("%s%-52s %9.2f us  floor %8.2f us  %5.1f %%  %6.2f TB/s\n", prefix, what, s * 1e6, floor_s * 1e6,
+           100 * floor_s / s, bytes / s * 1e-12);
     fflush(stdout);
 }
 
 static void row_flops(const char *what, double s, double flops)
 {
-    printf("%-44s %9.1f us  floor %8.1f us  %5.1f %%  %6.1f TFLOP/s\n", what, s * 1e6, flops / BF16_FLOPS * 1e6,
-           100 * flops / BF16_FLOPS / s, flops / s * 1e-12);
+    printf("%s%-52s %9.1f us  floor %8.1f us  %5.1f %%  %6.1f TFLOP/s\n", prefix, what, s * 1e6,
+           flops / BF16_FLOPS * 1e6, 100 * flops / BF16_FLOPS / s, flops / s * 1e-12);
     fflush(stdout);
 }
 
@@ -120,14 +128,19 @@ static double bench_attn(struct pair *p, uint32_t n_seqs, uint32_t ctx, uint32_t
 {
     enum { NQ = 64, NKV = 8, P = 64 };
     uint32_t n_blocks = (ctx + P - 1) / P, n_pages = n_blocks * n_seqs;
-    struct td_kv_group_layout l = {
-        .n_layers = turns, .n_pages = n_pages, .n_heads = NKV, .head_dim = 64, .page_tokens = P, .dtype = TD_BF16};
+    struct td_kv_group_layout l = {.n_layers = turns,
+                                   .n_pages = n_pages,
+                                   .n_heads = NKV,
+                                   .head_dim = 64,
+                                   .page_tokens = P,
+                                   .dtype = is_fp8 ? TD_E4M3 : TD_BF16};
     struct td_seq_rows *seqs = calloc(n_seqs, sizeof *seqs);
     uint32_t *pages = malloc(n_pages * sizeof *pages);
     for (uint32_t i = 0; i < n_pages; i++) pages[i] = (uint32_t)(((uint64_t)i * 7919 + 11) % n_pages);
     if (n_pages % 7919 == 0) exit(1);
     for (uint32_t i = 0; i < n_seqs; i++)
-        seqs[i] = (struct td_seq_rows){.row = i * rows, .n_rows = rows, .start = ctx - rows, .pages = i * n_blocks};
+        seqs[i] = (struct td_seq_rows){
+            .row = i * rows, .n_rows = rows, .start = ctx - rows, .pages = i * n_blocks, .fresh = ctx - rows};
     float sinks[NQ];
     for (uint32_t i = 0; i < NQ; i++) sinks[i] = pair_random(p);
     void *d_seqs, *d_pages, *d_sinks, *out;
@@ -171,18 +184,19 @@ static void bench_attention(struct pair *p)
     char what[96];
     static const uint32_t lengths[] = {2048, 8192, 32768};
     double full_8k = 0;
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 3 && !is_short; i++) {
         double t = lengths[i], s = bench_attn(p, 1, lengths[i], lengths[i], 0, 4, i == 2 ? 4 : 12);
         snprintf(what, sizeof what, "prefill attention, full, %u tokens", lengths[i]);
         row_flops(what, s, 2.0 * t * (t + 1) * 64 * 64);
         if (i == 1) full_8k = s;
     }
-    double s = bench_attn(p, 1, 8192, 8192, 128, 4, 12);
-    printf("%-44s %9.1f us  %.1f %% of the full layer's\n", "prefill attention, window, 8192 tokens", s * 1e6,
-           100 * s / full_8k);
+    double s = is_short ? 0 : bench_attn(p, 1, 8192, 8192, 128, 4, 12);
+    if (!is_short)
+        printf("%-52s %9.1f us  %.1f %% of the full layer's\n", "prefill attention, window, 8192 tokens", s * 1e6,
+               100 * s / full_8k);
     static const uint32_t shapes[][2] = {{1, 1024},  {1, 8192},   {1, 32768}, {8, 8192},
                                          {32, 8192}, {128, 8192}, {32, 1024}, {128, 1024}};
-    for (int i = 0; i < 8; i++) {
+    for (int i = is_short ? 6 : 0; i < 8; i++) {
         double bytes = (double)shapes[i][0] * shapes[i][1] * 2048;
         uint32_t turns = turns_for(bytes);
         snprintf(what, sizeof what, "decode attention, full, %u x %u", shapes[i][0], shapes[i][1]);
@@ -190,6 +204,14 @@ static void bench_attention(struct pair *p)
             what,
             bench_attn(p, shapes[i][0], shapes[i][1], 1, 0, turns, turns < 20 ? 20 / turns * turns + turns : turns),
             bytes);
+    }
+    for (int i = 2; i < 8 && !is_short; i++) {
+        double bytes = (double)shapes[i][0] * shapes[i][1] * 1024;
+        uint32_t turns = turns_for(bytes), n = turns < 20 ? 20 / turns * turns + turns : turns;
+        is_fp8 = 1;
+        snprintf(what, sizeof what, "decode attention, FP8 pages, %u x %u", shapes[i][0], shapes[i][1]);
+        row_bytes(what, bench_attn(p, shapes[i][0], shapes[i][1], 1, 0, turns, n), bytes);
+        is_fp8 = 0;
     }
     static const uint32_t batches[] = {1, 32, 128};
     for (int i = 0; i < 3; i++) {
@@ -274,6 +296,7 @@ static void bench_dense(struct pair *p)
         d.head = (struct td_lm_head_args){.x = x, .logits = y};
         for (int r = 0; r < 8 && rows[r] <= most; r++) {
             char what[96];
+            if (is_short && rows[r] != 1 && rows[r] != 32 && rows[r] != 128) continue;
             d.qkv.n_rows = d.head.n_rows = rows[r];
             uint32_t calls = rows[r] > 1000 ? turns : (24 / turns + 1) * turns;
             double s = time_of(p, (struct call){run_dense, &d}, turns, calls);
@@ -384,7 +407,7 @@ static void bench_moe(struct pair *p)
     must(p, td_device_alloc(p->gpu, td_device_scratch_bytes(p->gpu, &shape), &scratch), "memory");
     m.a.x = x, m.a.ids = ids, m.a.weights = weights, m.a.y = y, m.a.scratch = scratch;
     static const uint32_t rows[] = {1, 8, 32, 128, 2048, 8192};
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < (is_short ? 4 : 6); i++) {
         char what[96];
         m.a.n_rows = rows[i];
         double s = time_of(p, (struct call){run_moe, &m}, 1, 8), t = rows[i];
@@ -411,36 +434,147 @@ static enum td_status run_sample(struct pair *p, void *args, uint32_t turn)
 static void bench_sample(struct pair *p)
 {
     enum { V = 201088, N = 128 };
+    static const struct {
+        const char *name;
+        struct td_sample_row row;
+    } kinds[] = {
+        {"greedy or by temperature", {.temperature = 1, .top_p = 1}},
+        {"top-k 50", {.temperature = 1, .top_p = 1, .top_k = 50, .is_filtered = 1}},
+        {"top-p 0.95", {.temperature = 1, .top_p = 0.95f, .is_filtered = 1}},
+        {"top-k 50, top-p 0.95", {.temperature = 1, .top_p = 0.95f, .top_k = 50, .is_filtered = 1}},
+        {"top-p 0.95, 20 likeliest listed", {.temperature = 1, .top_p = 0.95f, .n_top = 20, .is_filtered = 1}},
+    };
     struct td_sample_row rows[N];
-    for (uint32_t i = 0; i < N; i++)
-        rows[i] = (struct td_sample_row){.u = (double)i / N, .temperature = i % 2 ? 1.0f : 0.0f};
-    void *x = gpu_values(p, (size_t)N * V * 2), *in, *out, *parts;
+    uint32_t filtered[N];
+    void *x = gpu_values(p, (size_t)N * V * 2), *in, *out, *top, *parts, *list;
     must(p, td_device_alloc(p->gpu, sizeof rows, &in), "memory");
+    must(p, td_device_alloc(p->gpu, sizeof filtered, &list), "memory");
     must(p, td_device_alloc(p->gpu, N * sizeof(struct td_sampled), &out), "memory");
+    must(p, td_device_alloc(p->gpu, N * TD_SAMPLE_TOPS * sizeof(struct td_sample_top), &top), "memory");
     must(p, td_device_alloc(p->gpu, (size_t)N * TD_SAMPLE_PARTS * 16, &parts), "memory");
-    td_device_upload(p->gpu, in, rows, sizeof rows);
-    struct td_sample_args a = {.logits = x, .rows = in, .out = out, .parts = parts, .vocab = V, .n_ids = 200019};
-    static const uint32_t batches[] = {1, 32, 128};
-    for (int i = 0; i < 3; i++) {
-        char what[96];
-        a.n_rows = batches[i];
-        snprintf(what, sizeof what, "draws, greedy or by temperature, %u rows", batches[i]);
-        row_bytes(what, time_of(p, (struct call){run_sample, &a}, 1, 20), (double)batches[i] * V * 4);
+    /* About normal, once as wide as a model's logits are, once much flatter than any. */
+    float *h = malloc((size_t)N * V * sizeof *h);
+    for (int wide = 1; wide >= 0; wide--) {
+        for (size_t i = 0; i < (size_t)N * V; i++) h[i] = pair_random(p) * (wide ? 3.0f : 1.0f);
+        td_device_upload(p->gpu, x, h, (size_t)N * V * sizeof *h);
+        for (uint32_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++) {
+            for (uint32_t i = 0; i < N; i++) {
+                rows[i] = kinds[k].row;
+                rows[i].u = (double)i / N;
+                rows[i].mask = TD_SAMPLE_NO_MASK;
+                rows[i].repetition = 1;
+                if (k == 0) rows[i].temperature = i % 2 ? 1.0f : 0.0f;
+                filtered[i] = i;
+            }
+            td_device_upload(p->gpu, in, rows, sizeof rows);
+            td_device_upload(p->gpu, list, filtered, sizeof filtered);
+            struct td_sample_args a = {.logits = x,
+                                       .rows = in,
+                                       .filtered = list,
+                                       .out = out,
+                                       .top = top,
+                                       .parts = parts,
+                                       .vocab = V,
+                                       .n_ids = 200019};
+            static const uint32_t batches[] = {1, 32, 128};
+            for (int i = 0; i < 3; i++) {
+                char what[96];
+                a.n_rows = batches[i];
+                a.n_filtered = kinds[k].row.is_filtered ? a.n_rows : 0;
+                snprintf(what, sizeof what, "draws, %s, %s, %u rows", kinds[k].name, wide ? "s 3" : "s 1", batches[i]);
+                row_bytes(what, time_of(p, (struct call){run_sample, &a}, 1, 20), (double)batches[i] * V * 4);
+            }
+        }
     }
+    free(h);
     td_device_free(p->gpu, x), td_device_free(p->gpu, in), td_device_free(p->gpu, out), td_device_free(p->gpu, parts);
+    td_device_free(p->gpu, top), td_device_free(p->gpu, list);
 }
 
-int main(int argc, char **argv)
+/* What --batch-invariant costs: rows to hold beside those without it. */
+static void bench_invariant(void)
 {
     struct pair p;
-    const char *only = argc > 1 ? argv[1] : "";
-    if (!pair_open(&p)) return 1;
-#define WANTED(name) (only[0] == '\0' || strcmp(only, name) == 0)
-    if (WANTED("attention")) bench_attention(&p);
-    if (WANTED("dense")) bench_dense(&p);
-    if (WANTED("rows")) bench_rows(&p);
-    if (WANTED("sample")) bench_sample(&p);
-    if (WANTED("moe")) bench_moe(&p);
+    if (!pair_open_as(&p, &(struct td_device_options){.backend = "cuda", .is_batch_invariant = true})) return;
+    prefix = "invariant: ";
+    is_short = 1;
+    bench_attention(&p);
+    bench_dense(&p);
+    bench_moe(&p);
+    prefix = "";
+    is_short = 0;
     pair_close(&p);
-    return 0;
+}
+
+/* The peers' program lies beside the sources, or at the top of a tree of `make dist`. */
+static void beside_peers(const char *python)
+{
+    static const char *const places[] = {"tests/bench/kernels_peer.py", "kernels_peer.py"};
+    for (size_t i = 0; i < sizeof places / sizeof places[0]; i++) {
+        if (access(places[i], R_OK) != 0) continue;
+        fflush(stdout);
+        pid_t pid = fork();
+        if (pid == 0) {
+            execlp(python, python, places[i], (char *)NULL);
+            _exit(127);
+        }
+        int status = 1;
+        if (pid > 0) waitpid(pid, &status, 0);
+        if (status != 0)
+            printf("peers: %s with PyTorch and Triton did not run (--python chooses the interpreter)\n", python);
+        return;
+    }
+    printf("peers: kernels_peer.py is not in tests/bench of this directory, nor in it\n");
+}
+
+int td_bench_kernels(int argc, char **argv)
+{
+    static const struct option options[] = {
+        {"only", required_argument, NULL, 'o'}, {"python", required_argument, NULL, 'p'}, {NULL, 0, NULL, 0}};
+    static const struct {
+        const char *name;
+        void (*run)(struct pair *p);
+    } parts[] = {{"attention", bench_attention},
+                 {"dense", bench_dense},
+                 {"rows", bench_rows},
+                 {"sample", bench_sample},
+                 {"experts", bench_moe}};
+    const char *only = "", *python = "python3";
+    for (int o; (o = getopt_long(argc, argv, "", options, NULL)) != -1;) switch (o) {
+        case 'o': only = optarg; break;
+        case 'p': python = optarg; break;
+        default: return 2;
+        }
+    struct pair p;
+    if (!pair_open(&p)) return 1;
+    int n_run = 0;
+    if (strcmp(only, "profile") == 0) {
+        is_profile = n_run = 1;
+        bench_attn(&p, 128, 1000, 1, 128, 16, 32);
+        bench_attn(&p, 1, 32768, 1, 0, 4, 4);
+        bench_attn(&p, 1, 8192, 8192, 0, 2, 2);
+        is_short = 1;
+        bench_dense(&p);
+        bench_rows(&p);
+    }
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)
+        if (only[0] == '\0' || strcmp(only, parts[i].name) == 0) {
+            parts[i].run(&p);
+            n_run++;
+        }
+    pair_close(&p);
+    if (only[0] == '\0' || strcmp(only, "invariant") == 0) {
+        bench_invariant();
+        n_run++;
+    }
+    if (only[0] == '\0' || strcmp(only, "peers") == 0) {
+        beside_peers(python);
+        n_run++;
+    }
+    if (n_run != 0) return 0;
+    fprintf(stderr,
+            "tandem-bench kernels: --only: \"%s\" is none of attention, dense, rows, sample, experts, invariant, "
+            "peers, profile\n",
+            only);
+    return 2;
 }
