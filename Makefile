@@ -253,6 +253,7 @@ RUN_DIR    ?= $(BUILD)/run
 RUN_CTL    := $(BUILD)/bin/tandemctl
 VENV       := build/venv
 PYTEST     := $(VENV)/bin/python -m pytest
+E2E_JOBS   ?= 2 # files of end-to-end tests at a time: most of them wait most of the time
 
 .PHONY: help packages packages-test packages-bench packages-dev run run-built serve serve-built test test-built sim sim-seeds sim-built lint e2e venv asan asan-e2e tsan tsan-e2e soak clang format format-check tidy clean what
 help:           ## this list
@@ -307,7 +308,7 @@ $(VENV)/.done: tests/requirements.txt
 	@touch $@
 venv: $(VENV)/.done
 e2e: venv $(SUPPORT_PROGS) all ## end-to-end tests (pytest; ARGS='-k name')
-	BUILD=$(BUILD) $(PYTEST) -q tests/cluster tests/kernels $(ARGS)
+	BUILD=$(BUILD) $(PYTEST) -q -n $(E2E_JOBS) --dist loadfile tests/cluster tests/kernels $(ARGS)
 
 STREAMS    ?= 1000000
 SOAK_FUZZ_SECONDS ?= 600

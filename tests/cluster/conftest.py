@@ -3,6 +3,7 @@
 BUILD names the build folder (default build). Stubs are generated from proto/ into it by grpcio-tools. A session-wide cluster
 serves the tests that leave it as they found it; tests that kill or configure start their own."""
 import contextlib
+import fcntl
 import importlib
 import json
 import os
@@ -36,11 +37,13 @@ def _generate_stubs() -> pathlib.Path:
     protos = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "proto").glob("*.proto"))
     newest = max((ROOT / p).stat().st_mtime for p in protos)
     mark = out / ".done"
-    if not mark.exists() or mark.stat().st_mtime < newest:
-        code = protoc.main(["protoc", f"-I{ROOT}", f"--python_out={out}", f"--grpc_python_out={out}"]
-                           + [str(ROOT / p) for p in protos])
-        assert code == 0, "grpc_tools.protoc failed"
-        mark.touch()
+    with (out / ".lock").open("w") as lock:   # several processes of one run come here
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not mark.exists() or mark.stat().st_mtime < newest:
+            code = protoc.main(["protoc", f"-I{ROOT}", f"--python_out={out}", f"--grpc_python_out={out}"]
+                               + [str(ROOT / p) for p in protos])
+            assert code == 0, "grpc_tools.protoc failed"
+            mark.touch()
     return out
 
 
