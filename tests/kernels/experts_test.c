@@ -34,12 +34,6 @@ static float random_f32(void)
     for (int i = 0; i < 4; i++) sum += (float)(random_u32() >> 7) / 16777216.0f - 0.5f;
     return sum * 1.7f;
 }
-static uint16_t to_bf16(float v)
-{
-    uint32_t bits = td_f32_bits(v);
-    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
-}
-static float from_bf16(uint16_t v) { return td_bits_f32((uint32_t)v << 16); }
 
 static void *grab(size_t bytes)
 {

@@ -5,6 +5,15 @@
 #define TESTS_KERNELS_PAIR_H
 
 #include "kernels/device.h"
+#include "kernels/expert_format.h"
+
+/* To the nearest, ties to even; finite values. */
+static inline uint16_t to_bf16(float v)
+{
+    uint32_t bits = td_f32_bits(v);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+static inline float from_bf16(uint16_t v) { return td_bits_f32((uint32_t)v << 16); }
 
 enum kind { F32, ACT, U32, RAW };
 

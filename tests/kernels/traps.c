@@ -7,21 +7,6 @@
 
 #include "common/model/model.h"
 
-static uint16_t to_bf16(float v)
-{
-    uint32_t bits;
-    memcpy(&bits, &v, sizeof bits);
-    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
-}
-
-static float from_bf16(uint16_t v)
-{
-    uint32_t bits = (uint32_t)v << 16;
-    float f;
-    memcpy(&f, &bits, sizeof f);
-    return f;
-}
-
 static void *room(size_t n, size_t size)
 {
     void *p = calloc(n, size);
