@@ -1,11 +1,9 @@
-#include "tests/unit/common/text/text_cases.h"
+#include "tests/unit/common/text/harmony_cases.h"
 
 #include "common/text/chat.h"
 #include "deploy/ctl/cases.h"
 
-static struct td_tokenizer *tiny;
-static struct td_chat_format *tiny_format, *released_format; /* the latter NULL without the released vocabulary */
-static json_t *cases, *declared;
+static json_t *declared;
 
 static json_t *parse_ids(const struct td_chat_format *f, const struct td_token_list *ids, bool hit_limit,
                          const json_t *tools)
@@ -215,30 +213,16 @@ static void reasoning_tokens_are_the_bodies_of_reasoning_messages(void **state)
     td_token_list_free(&body);
 }
 
-static int load(void **state)
+static int set_up(void **state)
 {
-    (void)state;
-    struct td_err err = {{0}};
-    tiny = load_tokenizer(TINY_MODEL);
-    cases = load_json("tests/cases/harmony-cases.json");
-    if (td_chat_format_open("harmony", tiny, &tiny_format, &err) != TD_OK) fail_msg("%s", err.text);
-    if (released_tokenizer() != NULL &&
-        td_chat_format_open("harmony", released_tokenizer(), &released_format, &err) != TD_OK)
-        fail_msg("%s", err.text);
     declared = json_pack("[s, s, s]", "f", "g", "get_weather");
-    return 0;
+    return load(state);
 }
 
-static int unload(void **state)
+static int tear_down(void **state)
 {
-    (void)state;
-    td_chat_format_destroy(tiny_format);
-    td_chat_format_destroy(released_format);
-    td_tokenizer_destroy(tiny);
-    td_tokenizer_destroy(released_tokenizer());
-    json_decref(cases);
     json_decref(declared);
-    return 0;
+    return unload(state);
 }
 
 int main(void)
@@ -251,5 +235,5 @@ int main(void)
         cmocka_unit_test(odd_headers_are_read_by_the_rules),
         cmocka_unit_test(reasoning_tokens_are_the_bodies_of_reasoning_messages),
     };
-    return cmocka_run_group_tests_name("harmony_parse", tests, load, unload);
+    return cmocka_run_group_tests_name("harmony_parse", tests, set_up, tear_down);
 }

@@ -1,12 +1,8 @@
-#include "tests/unit/common/text/text_cases.h"
+#include "tests/unit/common/text/harmony_cases.h"
 
 #include "common/base/fault.h"
 #include "common/text/chat.h"
 #include "deploy/ctl/cases.h"
-
-static struct td_tokenizer *tiny;
-static struct td_chat_format *tiny_format, *released_format; /* the latter NULL without the released vocabulary */
-static json_t *cases;
 
 static void assert_text(const struct td_tokenizer *t, const struct td_token_list *ids, const json_t *expected,
                         const char *name)
@@ -252,30 +248,6 @@ static void a_format_is_chosen_by_name_or_by_the_vocabulary(void **state)
     td_tokenizer_destroy(t);
     free(text);
     json_decref(root);
-}
-
-static int load(void **state)
-{
-    (void)state;
-    struct td_err err = {{0}};
-    tiny = load_tokenizer(TINY_MODEL);
-    cases = load_json("tests/cases/harmony-cases.json");
-    if (td_chat_format_open("harmony", tiny, &tiny_format, &err) != TD_OK) fail_msg("%s", err.text);
-    if (released_tokenizer() != NULL &&
-        td_chat_format_open("harmony", released_tokenizer(), &released_format, &err) != TD_OK)
-        fail_msg("%s", err.text);
-    return 0;
-}
-
-static int unload(void **state)
-{
-    (void)state;
-    td_chat_format_destroy(tiny_format);
-    td_chat_format_destroy(released_format);
-    td_tokenizer_destroy(tiny);
-    td_tokenizer_destroy(released_tokenizer());
-    json_decref(cases);
-    return 0;
 }
 
 int main(void)
