@@ -281,6 +281,38 @@ static void a_block_computed_twice_is_entered_once(void **state)
     unmake(&c);
 }
 
+/* The same, but when b goes on, somebody else's block sits where the last one that b knew was. */
+static void a_chain_does_not_go_on_behind_the_block_of_somebody_else(void **state)
+{
+    (void)state;
+    struct cache c = make(100, 100);
+    uint32_t t[MAX_TOKENS], u[MAX_TOKENS], held[100];
+    count_up(t, 80, 1);
+    count_up(u, 80, 5000);
+    struct seq a, b, x;
+    seq_begin(&a, t, 40);
+    seq_begin(&b, t, 80);
+    seq_find(&c, &a);
+    seq_find(&c, &b);
+    while (a.n_done < 40) assert_true(seq_compute(&c, &a, 40));
+    while (b.n_done < 40) assert_true(seq_compute(&c, &b, 40));
+    seq_end(&c, &a);
+    uint32_t n = td_kv_pages_n_free(c.kv, F);
+    assert_int_equal(td_kv_pages_alloc(c.kv, F, n, "other", held), TD_OK);
+    for (uint32_t i = 0; i < n; i++) td_kv_pages_unref(c.kv, F, held[i]);
+    assert_int_equal(td_kv_prefix_n_blocks(c.p), 0);
+    seq_begin(&x, u, 80);
+    seq_find(&c, &x);
+    while (x.n_done < 80) assert_true(seq_compute(&c, &x, 80));
+    while (b.n_done < 80) assert_true(seq_compute(&c, &b, 40));
+    assert_int_equal(td_kv_prefix_n_blocks(c.p), 40);
+    seq_end(&c, &x);
+    seq_end(&c, &b);
+    assert_int_equal(seq_run(&c, t, 80, 10), 79);
+    assert_int_equal(seq_run(&c, u, 80, 10), 79);
+    unmake(&c);
+}
+
 struct dice {
     uint64_t seed, n;
 };
@@ -418,6 +450,7 @@ int main(void)
         cmocka_unit_test(a_hit_needs_the_window_of_sliding_layers),
         cmocka_unit_test(pages_in_use_stay_and_idle_ones_give_way_oldest_and_deepest_first),
         cmocka_unit_test(a_block_computed_twice_is_entered_once),
+        cmocka_unit_test(a_chain_does_not_go_on_behind_the_block_of_somebody_else),
         cmocka_unit_test(whatever_happens_contents_are_right_and_no_page_leaks),
         cmocka_unit_test(a_router_that_is_told_knows_what_is_there),
         cmocka_unit_test(who_missed_too_much_is_told_everything),
