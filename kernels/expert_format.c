@@ -81,5 +81,5 @@ float td_expert_at(const struct td_expert_layout *l, const uint8_t *packed, uint
 {
     float scale;
     uint8_t code = td_expert_code_at(l, packed, p, col, &scale);
-    return td_expert_from_e4m3(code) * scale;
+    return td_e4m3_decode(code) * scale;
 }

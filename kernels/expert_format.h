@@ -17,12 +17,7 @@
 #include <string.h>
 
 #include "kernels/device.h"
-
-#ifdef __CUDACC__
-#define TD_BOTH_SIDES static __host__ __device__ inline
-#else
-#define TD_BOTH_SIDES static inline
-#endif
+#include "kernels/e4m3.h"
 
 #define TD_XT            128u  /* rows and columns of a tile */
 #define TD_XT_FP8        128u  /* bytes of a tile row */
@@ -75,39 +70,6 @@ TD_BOTH_SIDES uint32_t td_expert_fp8_at(uint32_t row, uint32_t col)
 TD_BOTH_SIDES uint32_t td_expert_row(enum td_row_order order, uint32_t p)
 {
     return order == TD_ROWS_GATE_UP ? 2 * (p / 16 * 8 + p % 8) + p % 16 / 8 : p;
-}
-
-/* ---- E4M3 ---- */
-
-TD_BOTH_SIDES uint32_t td_f32_bits(float v)
-{
-    uint32_t b;
-    memcpy(&b, &v, sizeof b);
-    return b;
-}
-TD_BOTH_SIDES float td_bits_f32(uint32_t b)
-{
-    float v;
-    memcpy(&v, &b, sizeof v);
-    return v;
-}
-
-/* Nearest, ties to even, saturating; NaN stays NaN. */
-TD_BOTH_SIDES uint8_t td_expert_e4m3(float v)
-{
-    uint32_t bits = td_f32_bits(v), sign = bits >> 24 & 0x80, mag = bits & 0x7fffffffu;
-    if (mag > 0x7f800000u) return (uint8_t)(sign | 0x7f);
-    if (mag >= 0x43e80000u) return (uint8_t)(sign | 0x7e); /* 464: half-way to what would follow 448 */
-    if (mag < 0x3c800000u) return (uint8_t)(sign | (uint32_t)rintf(td_bits_f32(mag) * 512.0f)); /* steps of 2^-9 */
-    mag += 0x7ffffu + (mag >> 20 & 1);
-    return (uint8_t)(sign | ((mag >> 20) - (120u << 3)));
-}
-TD_BOTH_SIDES float td_expert_from_e4m3(uint8_t c)
-{
-    uint32_t e = c >> 3 & 15, m = c & 7;
-    float v = e == 0 ? (float)m * 0.001953125f : td_bits_f32((e + 120) << 23 | m << 20);
-    if ((c & 0x7f) == 0x7f) v = td_bits_f32(0x7fc00000u);
-    return c & 0x80 ? -v : v;
 }
 
 /* ---- elements of a stored matrix ---- */
@@ -166,8 +128,8 @@ TD_BOTH_SIDES int td_expert_scale(enum td_weight_source source, uint32_t rank)
 TD_BOTH_SIDES uint8_t td_expert_code(const struct td_expert_element *x, int s, bool *is_exact)
 {
     float v = ldexpf(x->v, x->e - s);
-    uint8_t code = td_expert_e4m3(v);
-    *is_exact = x->rank == 0 || ((code & 0x7f) != 0 && td_expert_from_e4m3(code) == v);
+    uint8_t code = td_e4m3_encode(v);
+    *is_exact = x->rank == 0 || ((code & 0x7f) != 0 && td_e4m3_decode(code) == v);
     return code;
 }
 
@@ -181,7 +143,7 @@ TD_BOTH_SIDES uint32_t td_expert_table(int e, int s)
 TD_BOTH_SIDES uint64_t td_expert_table_bytes(uint32_t i)
 {
     uint64_t out = 0;
-    for (uint32_t m = 0; m < 8; m++) out |= (uint64_t)td_expert_e4m3(ldexpf(td_fp4_magnitude(m), 6 - (int)i)) << 8 * m;
+    for (uint32_t m = 0; m < 8; m++) out |= (uint64_t)td_e4m3_encode(ldexpf(td_fp4_magnitude(m), 6 - (int)i)) << 8 * m;
     return out;
 }
 

@@ -203,7 +203,7 @@ static void codes_of(const struct result *r, const uint8_t *codes, const float *
     uint32_t rows = r->at.tile_rows, k_tiles = (n + 127) / 128;
     for (uint32_t i = 0; i < n; i++) {
         size_t at = ((size_t)(p / rows) * k_tiles + i / 128) * rows;
-        to[i] = td_expert_from_e4m3(codes[at * 128 + td_expert_fp8_at(p % rows, i % 128)]) * scales[at + p % rows];
+        to[i] = td_e4m3_decode(codes[at * 128 + td_expert_fp8_at(p % rows, i % 128)]) * scales[at + p % rows];
     }
 }
 
@@ -285,7 +285,7 @@ static void quantise(float *x, uint32_t n)
         float most = 0;
         for (uint32_t i = k; i < n && i < k + 128; i++) most = fmaxf(most, fabsf(x[i]));
         float scale = fmaxf(most, 1e-4f) / 448.0f, inv = 1.0f / scale;
-        for (uint32_t i = k; i < n && i < k + 128; i++) x[i] = td_expert_from_e4m3(td_expert_e4m3(x[i] * inv)) * scale;
+        for (uint32_t i = k; i < n && i < k + 128; i++) x[i] = td_e4m3_decode(td_e4m3_encode(x[i] * inv)) * scale;
     }
 }
 
