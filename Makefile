@@ -128,7 +128,9 @@ $(BUILD)/obj/%.o: %.c | $(GEN_H)
 # ---- unit tests: every tests/unit/**/X_test.c is a cmocka program linked with all layers -----------------------------------
 UNIT_SRC   := $(shell find tests/unit -name '*_test.c' 2>/dev/null | sort)
 UNIT_BIN   := $(UNIT_SRC:tests/unit/%.c=$(BUILD)/unit/%)
-SUPPORT_OBJ := $(patsubst %.c,$(BUILD)/obj/%.o,$(wildcard tests/support/*.c))
+# What benchmarks share with their tests.
+BENCH_TESTED := $(addprefix tests/bench/,floors.c shape.c)
+SUPPORT_OBJ := $(patsubst %.c,$(BUILD)/obj/%.o,$(wildcard tests/support/*.c) $(BENCH_TESTED))
 $(BUILD)/unit/%: $(BUILD)/obj/tests/unit/%.o $(SUPPORT_OBJ) $(call link_libs,$(LAYERS))
 	@mkdir -p $(@D)
 	$(call say,link,$@)

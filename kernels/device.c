@@ -99,6 +99,11 @@ void td_device_unpin_host(struct td_device *d, void *p)
     if (d->backend->unpin_host != NULL) d->backend->unpin_host(d, p);
 }
 
+enum td_status td_device_memory(struct td_device *d, uint64_t *free_out, uint64_t *total_out)
+{
+    return d->backend->memory != NULL ? d->backend->memory(d, free_out, total_out) : TD_E_UNSUPPORTED;
+}
+
 enum td_status td_device_upload(struct td_device *d, void *to, const void *from_host, size_t bytes)
 {
     return d->backend->upload(d, to, from_host, bytes);
@@ -153,6 +158,17 @@ enum td_status td_stream_copy_out(struct td_stream *s, void *to_host, const void
 enum td_status td_stream_copy(struct td_stream *s, void *to, const void *from, size_t bytes)
 {
     return s->device->backend->copy(s, to, from, bytes);
+}
+
+enum td_status td_stream_mark(struct td_stream *s, uint32_t i)
+{
+    return i < TD_STREAM_MARKS ? s->device->backend->mark(s, i) : TD_E_INVALID;
+}
+
+enum td_status td_stream_mark_us(struct td_stream *s, uint32_t from, uint32_t to, double *out)
+{
+    if (from >= TD_STREAM_MARKS || to >= TD_STREAM_MARKS) return TD_E_INVALID;
+    return s->device->backend->mark_us(s, from, to, out);
 }
 
 bool td_device_can_sample(const struct td_device *d) { return d->backend->sample != NULL; }

@@ -72,6 +72,10 @@ struct td_backend {
     enum td_status (*graph_launch)(struct td_stream *s, struct td_graph *g);
     void (*graph_destroy)(struct td_device *d, struct td_graph *g);
     const char *(*last_error)(const struct td_device *d); /* the first failure's text, "" if none */
+    /* NULL: nobody can say. */
+    enum td_status (*memory)(struct td_device *d, uint64_t *free_out, uint64_t *total_out);
+    enum td_status (*mark)(struct td_stream *s, uint32_t i);
+    enum td_status (*mark_us)(struct td_stream *s, uint32_t from, uint32_t to, double *out);
     /* NULL: the engine draws on the host, and logits are few rows at a time. */
     enum td_status (*sample)(struct td_stream *s, const struct td_sample_args *a);
     /* Values of all passes that were beyond what FP8 pages hold. NULL: 0. */
@@ -111,6 +115,8 @@ void td_device_free_host(struct td_device *d, void *p); /* NULL is fine */
 /* Memory that somebody else allocated: copies to and from it get faster. A failure changes nothing else. */
 enum td_status td_device_pin_host(struct td_device *d, void *p, size_t bytes);
 void td_device_unpin_host(struct td_device *d, void *p);
+/* Bytes of the device that are free now, and all of them. UNSUPPORTED: the backend cannot say (the CPU's). */
+enum td_status td_device_memory(struct td_device *d, uint64_t *free_out, uint64_t *total_out);
 /* At once; no stream is waited for. */
 enum td_status td_device_upload(struct td_device *d, void *to, const void *from_host, size_t bytes);
 enum td_status td_device_download(struct td_device *d, void *to_host, const void *from, size_t bytes);
@@ -129,6 +135,12 @@ enum td_status td_stream_sync(struct td_stream *s);
 enum td_status td_stream_copy_in(struct td_stream *s, void *to, const void *from_host, size_t bytes);
 enum td_status td_stream_copy_out(struct td_stream *s, void *to_host, const void *from, size_t bytes);
 enum td_status td_stream_copy(struct td_stream *s, void *to, const void *from, size_t bytes); /* within the device */
+
+/* Points in a stream's work, also of work that is recorded (each replay passes them anew), for benchmarks. Microseconds
+ * between two that the stream has passed: sync first. INVALID: i is too large, or such a mark was never passed. */
+#define TD_STREAM_MARKS 1024u
+enum td_status td_stream_mark(struct td_stream *s, uint32_t i);
+enum td_status td_stream_mark_us(struct td_stream *s, uint32_t from, uint32_t to, double *out);
 
 /* Draws on the device; UNSUPPORTED where the backend leaves that to the host. */
 bool td_device_can_sample(const struct td_device *d);

@@ -4,6 +4,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "common/base/clock.h"
 #include "common/base/fault.h"
 #include "common/base/mem.h"
 #include "kernels/cpu/cpu_int.h"
@@ -89,6 +90,7 @@ static void cpu_stream_destroy(struct td_stream *s)
     struct td_cpu_stream *c = td_cpu_stream(s);
     td_pool_destroy(c->pool);
     free(c->scratch);
+    free(c->marks);
     free(c);
 }
 
@@ -121,6 +123,24 @@ static enum td_status cpu_stream_sync(struct td_stream *s)
     return TD_OK;
 }
 
+/* All before it is done: ops run at once. */
+static enum td_status cpu_mark(struct td_stream *base, uint32_t i)
+{
+    struct td_cpu_stream *s = td_cpu_stream(base);
+    if (s->marks == NULL) s->marks = td_calloc(TD_STREAM_MARKS, sizeof *s->marks);
+    if (s->marks == NULL) return TD_E_NO_MEMORY;
+    s->marks[i] = td_clock_ns();
+    return TD_OK;
+}
+
+static enum td_status cpu_mark_us(struct td_stream *base, uint32_t from, uint32_t to, double *out)
+{
+    const struct td_cpu_stream *s = td_cpu_stream(base);
+    if (s->marks == NULL || s->marks[from] == 0 || s->marks[to] == 0) return TD_E_INVALID;
+    *out = ((double)s->marks[to] - (double)s->marks[from]) / 1e3;
+    return TD_OK;
+}
+
 static uint64_t cpu_n_saturated(const struct td_device *d)
 {
     (void)d;
@@ -143,6 +163,8 @@ const struct td_backend td_backend_cpu = {
     .stream_create = cpu_stream_create,
     .stream_destroy = cpu_stream_destroy,
     .stream_sync = cpu_stream_sync,
+    .mark = cpu_mark,
+    .mark_us = cpu_mark_us,
     .copy_in = cpu_stream_copy,
     .copy_out = cpu_stream_copy,
     .copy = cpu_stream_copy,

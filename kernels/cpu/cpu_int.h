@@ -28,6 +28,7 @@ struct td_cpu_stream {
     const struct td_micro *micro;
     struct td_pool *pool;
     struct td_cpu_scratch *scratch; /* one a thread */
+    uint64_t *marks;                /* [TD_STREAM_MARKS] times, 0: not passed; NULL until the first */
 };
 
 static inline struct td_cpu_stream *td_cpu_stream(struct td_stream *s) { return (struct td_cpu_stream *)(void *)s; }

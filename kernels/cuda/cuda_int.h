@@ -40,6 +40,7 @@ struct td_cuda_stream {
     /* One kernel for any number of rows: the wide products, and attention that walks absolute blocks of keys. */
     bool is_batch_invariant;
     unsigned long long *n_saturated; /* the device's */
+    cudaEvent_t *marks;              /* [TD_STREAM_MARKS], NULL: not passed; NULL until the first */
 };
 
 static inline struct td_cuda_stream *td_cuda_stream_of(struct td_stream *s)

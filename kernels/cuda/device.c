@@ -73,6 +73,16 @@ static enum td_status cuda_alloc(struct td_device *d, size_t bytes, void **out)
     return td_cuda_status(e, "cudaMalloc");
 }
 
+static enum td_status cuda_memory(struct td_device *d, uint64_t *free_out, uint64_t *total_out)
+{
+    size_t n_free = 0, n_total = 0;
+    cudaError_t e = use(d);
+    if (e == cudaSuccess) e = cudaMemGetInfo(&n_free, &n_total);
+    *free_out = n_free;
+    *total_out = n_total;
+    return td_cuda_status(e, "cudaMemGetInfo");
+}
+
 static void cuda_free(struct td_device *d, void *p)
 {
     if (use(d) == cudaSuccess) td_cuda_status(cudaFree(p), "cudaFree");
@@ -157,6 +167,9 @@ static void cuda_stream_destroy(struct td_stream *base)
     }
     cudaFree(s->parts);
     cudaFree(s->counters);
+    for (uint32_t i = 0; s->marks != NULL && i < TD_STREAM_MARKS; i++)
+        if (s->marks[i] != NULL) cudaEventDestroy(s->marks[i]);
+    free(s->marks);
     free(s);
 }
 
@@ -207,6 +220,34 @@ static enum td_status cuda_copy(struct td_stream *s, void *to, const void *from,
 {
     return td_cuda_status(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, td_cuda_stream_of(s)->s),
                           "copy on the device");
+}
+
+/* ---- marks ---- */
+
+/* In recorded work an event is a node of the graph, so that every replay records it. */
+static enum td_status cuda_mark(struct td_stream *base, uint32_t i)
+{
+    struct td_cuda_stream *s = td_cuda_stream_of(base);
+    enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    if (s->marks == NULL) s->marks = (cudaEvent_t *)calloc(TD_STREAM_MARKS, sizeof *s->marks);
+    if (s->marks == NULL) return TD_E_NO_MEMORY;
+    cudaError_t e = cudaStreamIsCapturing(s->s, &capture);
+    if (e == cudaSuccess && s->marks[i] == NULL) e = cudaEventCreate(&s->marks[i]);
+    if (e == cudaSuccess)
+        e = cudaEventRecordWithFlags(s->marks[i], s->s,
+                                     capture == cudaStreamCaptureStatusNone ? cudaEventRecordDefault
+                                                                            : cudaEventRecordExternal);
+    return td_cuda_status(e, "mark");
+}
+
+static enum td_status cuda_mark_us(struct td_stream *base, uint32_t from, uint32_t to, double *out)
+{
+    struct td_cuda_stream *s = td_cuda_stream_of(base);
+    if (s->marks == NULL || s->marks[from] == NULL || s->marks[to] == NULL) return TD_E_INVALID;
+    float ms = 0;
+    cudaError_t e = cudaEventElapsedTime(&ms, s->marks[from], s->marks[to]);
+    *out = ms * 1e3;
+    return td_cuda_status(e, "mark");
 }
 
 /* ---- graphs ---- */
@@ -271,6 +312,9 @@ static const struct td_backend backend = {
     .graph_launch = cuda_graph_launch,
     .graph_destroy = cuda_graph_destroy,
     .last_error = cuda_last_error,
+    .memory = cuda_memory,
+    .mark = cuda_mark,
+    .mark_us = cuda_mark_us,
     .sample = td_cuda_sample,
     .explain = td_cuda_explain,
     .n_saturated = cuda_n_saturated,

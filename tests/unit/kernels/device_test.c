@@ -95,6 +95,31 @@ static void the_cpu_is_always_there_and_has_no_graphs(void **state)
     td_device_close(d);
 }
 
+static void marks_tell_the_time_between_them(void **state)
+{
+    (void)state;
+    struct td_device *d = NULL;
+    struct td_stream *s = NULL;
+    struct td_err err = {0};
+    double us = -1;
+    uint64_t n_free, total;
+    assert_int_equal(td_device_open(&(struct td_device_options){0}, &d, &err), TD_OK);
+    assert_int_equal(td_stream_create(d, 1, &s), TD_OK);
+    assert_int_equal(td_stream_mark_us(s, 0, 1, &us), TD_E_INVALID); /* neither was passed */
+    assert_int_equal(td_stream_mark(s, 0), TD_OK);
+    assert_int_equal(td_stream_mark_us(s, 0, 1, &us), TD_E_INVALID);
+    usleep(2000);
+    assert_int_equal(td_stream_mark(s, 1), TD_OK);
+    assert_int_equal(td_stream_sync(s), TD_OK);
+    assert_int_equal(td_stream_mark_us(s, 0, 1, &us), TD_OK);
+    assert_true(us >= 2000);
+    assert_int_equal(td_stream_mark(s, TD_STREAM_MARKS), TD_E_INVALID);
+    assert_int_equal(td_stream_mark_us(s, 0, TD_STREAM_MARKS, &us), TD_E_INVALID);
+    assert_int_equal(td_device_memory(d, &n_free, &total), TD_E_UNSUPPORTED);
+    td_stream_destroy(s);
+    td_device_close(d);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -102,6 +127,7 @@ int main(void)
         cmocka_unit_test(a_plug_in_that_is_missing_is_named),
         cmocka_unit_test(a_file_that_is_no_library_is_refused),
         cmocka_unit_test(the_cpu_refuses_experts_in_other_forms),
+        cmocka_unit_test(marks_tell_the_time_between_them),
         cmocka_unit_test(the_cpu_is_always_there_and_has_no_graphs),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
