@@ -154,13 +154,13 @@ struct td_attention_args {
     struct td_kv_view kv;
     const struct td_seq_rows *seqs; /* [n_seqs] */
     const uint32_t *pages;
-    uint32_t n_seqs, n_rows; /* n_rows: of all sequences together, rows 0 .. n_rows - 1 of q */
-    uint32_t n_single;       /* sequences of one row */
+    uint32_t n_seqs, n_rows;             /* n_rows: of all sequences together, rows 0 .. n_rows - 1 of q */
+    uint32_t n_single;                   /* sequences of one row */
     const struct td_seq_rows *seqs_host; /* the same as seqs, on the host; read during the call only */
     void *scratch;                       /* td_device_scratch_bytes, shared with moe; FP8 pages need it */
     size_t scratch_bytes;
-    const float *sinks;      /* [Nq] raw logits; -inf: none */
-    float *out;              /* [T, Nq, D] act, out, may not overlap q */
+    const float *sinks; /* [Nq] raw logits; -inf: none */
+    float *out;         /* [T, Nq, D] act, out, may not overlap q */
     uint32_t n_heads, n_kv_heads, head_dim;
     uint32_t window; /* 0: none */
     float scale;
@@ -195,7 +195,8 @@ struct td_moe_args {
     uint32_t *ids;      /* [T, k] out: falling logit, lower id first on equal ones */
     float *weights;     /* [T, k] out: softmax over the chosen */
     float *y; /* [T, k, H] out: this rank's pieces; -0.0 where another rank has the expert, so that adding is exact */
-    void *scratch; /* td_device_scratch_bytes */
+    void *scratch;        /* td_device_scratch_bytes */
+    bool is_routing_only; /* benchmarks of a GPU: stop before the first product; y is left alone */
 };
 
 struct td_moe_add_norm_args {

@@ -194,7 +194,7 @@ enum td_status td_cuda_moe(struct td_stream *base, const struct td_moe_args *a)
     if (e == cudaSuccess && !is_skinny(s, a))
         e = launch(permute, slots, 128, 0, s->s, (const td_bf16 *)a->x, z.order, z.begin + mine.n, z.x, a->top_k,
                    a->hidden / 8);
-    if (e != cudaSuccess) return td_cuda_status(e, "routing");
+    if (e != cudaSuccess || a->is_routing_only) return td_cuda_status(e, "routing");
 
     const struct td_weight *up = &a->gate_up[mine.begin], *down = &a->down[mine.begin];
     store_swiglu act = {z.u, up->bias, 2 * a->intermediate, a->alpha, a->limit};

@@ -321,6 +321,7 @@ enum td_status td_cuda_moe_fp8(struct td_cuda_stream *s, enum td_expert_form for
     cudaError_t e = launch(quantise<td_bf16>, quant_grid(rows, up.k_tiles), QUANT_THREADS, 0, s->s, (const td_bf16 *)a->x, z.sorted, a->top_k,
                            z.tile_rows, a->hidden, up.k_tiles, z.x, z.sx);
     if (e != cudaSuccess) return td_cuda_status(e, "quantise");
+    if (a->is_routing_only) return TD_OK;
     if (z.tile_rows == MOE_SMALLEST_TILE) return few_rows(s, a, &z, &up, &down, begin, n);
     expert_up act = {(__half *)z.u, a->intermediate, a->alpha, a->limit};
     st = product_of(s, &z, &up, &a->gate_up[begin], true, act, "gate_up");

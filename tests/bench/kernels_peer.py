@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""The same shapes through PyTorch: its attention back ends (no sinks there) and cuBLAS. Times with CUDA graphs, cold L2."""
+"""The same shapes through PyTorch: its attention back ends (no sinks there), cuBLAS, its FP8 grouped GEMM. Times with CUDA
+graphs, cold L2. One argument: "experts" for the experts' peers alone, nothing or "" for all."""
+import sys
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -52,8 +55,70 @@ def read_only():
               f"(grid {best[1]}, block {best[2]})")
 
 
-def main():
-    torch.manual_seed(0)
+def timed(name, flops, call, n_turns):
+    try:
+        s = graph_time(call, n_turns, max(n_turns, 4))
+    except RuntimeError as e:
+        print(f"peer: {name}: {str(e).splitlines()[0]}")
+        return None
+    print(f"peer: {name}: {s * 1e6:.1f} us, {flops / s * 1e-12:.0f} TFLOP/s", flush=True)
+    return s
+
+
+def fp8(*shape):
+    """Random E4M3, no zeros to speak of; in pieces, since there is no generator for the type."""
+    out = torch.empty(*shape, device="cuda", dtype=torch.float8_e4m3fn)
+    for part in out.view(-1).split(1 << 26):
+        part.copy_(torch.randn(part.numel(), device="cuda", dtype=torch.float16) * 8)
+    return out
+
+
+def ends(n_rows, n_experts, is_even):
+    """Where each expert's rows end among 4 n_rows: even, or as random routing leaves them."""
+    slots = 4 * n_rows
+    if is_even:
+        counts = torch.full((n_experts,), slots // n_experts)
+    else:
+        counts = torch.bincount(torch.rand(n_rows, n_experts).topk(4, dim=1).indices.flatten(), minlength=n_experts)
+        counts = counts // 16 * 16  # it wants multiples
+        counts[0] += slots - counts.sum()
+    return counts.cumsum(0).to("cuda", torch.int32)
+
+
+def experts():
+    """One MoE layer's two products: dense of equal size through cuBLASLt, grouped through PyTorch with a scale a row."""
+    up, down = (5760, 2880), (2880, 2880)
+    ones = torch.ones(4 * 8192, 1, device="cuda")
+    for n_rows in (2048, 8192):
+        total = 0.0
+        for n_out, n_in in (up, down):
+            x, ws = fp8(4 * n_rows, n_in), [fp8(n_out, n_in) for _ in range(16)]
+            one, flops = torch.ones((), device="cuda"), 2 * 4 * n_rows * n_out * n_in
+            s = timed(f"cuBLASLt FP8 dense, {4 * n_rows} rows, {n_in} -> {n_out}, tensor-wise scales", flops,
+                      lambda i: torch._scaled_mm(x, ws[i].t(), one, one, out_dtype=torch.bfloat16), len(ws))
+            total += s or 0
+            cols = torch.ones(1, n_out, device="cuda")
+            timed(f"cuBLASLt FP8 dense, {4 * n_rows} rows, {n_in} -> {n_out}, row-wise scales", flops,
+                  lambda i: torch._scaled_mm(x, ws[i].t(), ones[:4 * n_rows], cols, out_dtype=torch.bfloat16), len(ws))
+        print(f"peer: cuBLASLt FP8 dense, both products of {n_rows} tokens: {total * 1e6:.1f} us, "
+              f"{2 * 4 * n_rows * 3 * 2880 * 2880 / total * 1e-12:.0f} TFLOP/s")
+    for n_experts in (32, 128):
+        for n_rows in (2048, 8192):
+            for is_even in (True, False):
+                total, off = 0.0, ends(n_rows, n_experts, is_even)
+                for n_out, n_in in (up, down):
+                    x, w = fp8(4 * n_rows, n_in), fp8(n_experts, n_out, n_in)
+                    scales = torch.ones(n_experts, n_out, device="cuda")
+                    s = timed(f"PyTorch grouped FP8, {n_experts}, {n_rows} tokens, {'even' if is_even else 'random'} rows, "
+                              f"{n_in} -> {n_out}", 2 * 4 * n_rows * n_out * n_in,
+                              lambda i: torch._scaled_grouped_mm(x, w.transpose(-2, -1), ones.flatten()[:4 * n_rows], scales,
+                                                                 offs=off, out_dtype=torch.bfloat16), 1)
+                    total = total + s if s is not None else float("nan")
+                print(f"peer: PyTorch grouped FP8, {n_experts}, {n_rows} tokens, {'even' if is_even else 'random'} rows, both: "
+                      f"{total * 1e6:.1f} us, {2 * 4 * n_rows * 3 * 2880 * 2880 / total * 1e-12:.0f} TFLOP/s")
+
+
+def attention_and_dense():
     for t in (2048, 8192, 32768):
         q = torch.randn(1, 64, t, 64, device="cuda", dtype=torch.bfloat16)
         k, v = (torch.randn(1, 8, t, 64, device="cuda", dtype=torch.bfloat16).repeat_interleave(8, 1) for _ in range(2))
@@ -77,4 +142,7 @@ def main():
     read_only()
 
 
-main()
+torch.manual_seed(0)
+if sys.argv[1:] != ["experts"]:
+    attention_and_dense()
+experts()

@@ -1,12 +1,10 @@
 /* Experts in FP8 and MXFP4 on the GPU. Packing against the definition, byte for byte; one MoE layer against float64,
  * with exact activations and with the same E4M3 codes at both products; the two forms against each other, bit for bit;
- * the small checkpoint's recorded outputs. "experts_test time [E]" times a layer instead, "one" a single shape, "few"
- * runs a little of all for a sanitizer. Exit status 1 if anything is off or there is no GPU. */
+ * the small checkpoint's recorded outputs. "experts_test few" runs a little of all for a sanitizer. Exit status 1 if anything is off or there is no GPU. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "common/base/log.h"
 #include "kernels/cuda/moe_scratch.h"
@@ -16,8 +14,6 @@
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 #define K        4u
 #define MAX_E    128u
-#define TB_S     4.31
-#define FP8_RATE 1307e12
 
 static const char *const form_names[] = {"bf16", "fp8", "mxfp4"};
 static uint64_t seed = 1;
@@ -538,122 +534,10 @@ static void check_layer(const struct shape *c, uint32_t n_sampled)
     free_layer(&m);
 }
 
-/* ---- times ---- */
-
-static double now_s(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
-
-static int by_value(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return x < y ? -1 : x > y;
-}
-
-/* Weights of all experts are far more than the L2; few rows touch few experts, so turns take other rows. */
-static void time_layer(enum td_expert_form form, uint32_t n_experts, const uint32_t *rows, size_t n)
-{
-    enum { DIM = 2880, TURNS = 8 };
-    struct gpu g;
-    struct loaded w;
-    if (!open_gpu(&g, form)) exit(1);
-    struct layer m = make_layer(DIM, DIM, 2, 6);
-    m.n_experts = n_experts;
-    free(m.router), free(m.router_bias);
-    m.router = grab((size_t)n_experts * DIM * 2);
-    m.router_bias = calloc(n_experts, 4);
-    for (size_t i = 0; i < (size_t)n_experts * DIM; i++) m.router[i] = to_bf16(random_f32() * 0.05f);
-    load(&g, &m, n_experts, 0, 2, &w);
-    uint32_t most = rows[n - 1] > TURNS * 128 ? rows[n - 1] : TURNS * 128;
-    uint16_t *x = grab((size_t)most * DIM * 2);
-    for (size_t i = 0; i < (size_t)most * DIM; i++) x[i] = to_bf16(random_f32());
-    struct td_scratch_shape shape = {
-        .n_rows = most, .top_k = K, .n_experts = n_experts, .intermediate = DIM, .hidden = DIM};
-    char *dx = place(&g, x, (size_t)most * DIM * 2);
-    void *ids = place(&g, NULL, most * K * 4ul), *weights = place(&g, NULL, most * K * 4ul),
-         *y = place(&g, NULL, (size_t)most * K * DIM * 4),
-         *scratch = place(&g, NULL, td_device_scratch_bytes(g.d, &shape));
-    uint32_t *h_ids = grab(most * K * 4ul);
-    for (size_t i = 0; i < n; i++) {
-        struct td_moe_args a = {.router = {.data = w.router, .bias = w.router_bias, .n_out = n_experts, .n_in = DIM},
-                                .gate_up = w.up,
-                                .down = w.down,
-                                .n_rows = rows[i],
-                                .hidden = DIM,
-                                .intermediate = DIM,
-                                .n_experts = n_experts,
-                                .top_k = K,
-                                .alpha = 1.702f,
-                                .limit = 7.0f,
-                                .ids = ids,
-                                .weights = weights,
-                                .y = y,
-                                .scratch = scratch};
-        uint32_t turns = rows[i] <= 128 ? TURNS : 2;
-        double touched = 0, load_max = 0, t[9];
-        for (uint32_t k = 0; k < turns; k++) { /* warm up, and see what is touched */
-            uint32_t count[MAX_E] = {0}, n_touched = 0, max = 0;
-            a.x = (float *)(void *)(dx + (rows[i] <= 128 ? (size_t)k * rows[i] * DIM * 2 : 0));
-            must(&g, g.ops->moe(g.s, &a), "moe");
-            must(&g, td_stream_sync(g.s), "moe");
-            must(&g, td_device_download(g.d, h_ids, ids, rows[i] * K * 4ul), "download");
-            for (uint32_t j = 0; j < rows[i] * K; j++) n_touched += count[h_ids[j]]++ == 0;
-            for (uint32_t e = 0; e < n_experts; e++) max = count[e] > max ? count[e] : max;
-            touched += (double)n_touched / turns;
-            load_max += (double)max * n_experts / (rows[i] * K) / turns;
-        }
-        struct td_graph *graph = NULL;
-        must(&g, td_graph_begin(g.s), "graph");
-        for (uint32_t k = 0; k < turns; k++) {
-            a.x = (float *)(void *)(dx + (rows[i] <= 128 ? (size_t)k * rows[i] * DIM * 2 : 0));
-            must(&g, g.ops->moe(g.s, &a), "moe");
-        }
-        must(&g, td_graph_end(g.s, &graph), "graph");
-        for (int k = -2; k < 9; k++) {
-            double begun = now_s();
-            must(&g, td_graph_launch(g.s, graph), "graph");
-            must(&g, td_stream_sync(g.s), "graph");
-            if (k >= 0) t[k] = (now_s() - begun) / turns;
-        }
-        td_graph_destroy(g.d, graph);
-        qsort(t, 9, sizeof t[0], by_value);
-        double bytes = touched * (form == TD_EXPERTS_FP8     ? 24883200.0
-                                  : form == TD_EXPERTS_MXFP4 ? 13219200.0
-                                                             : 49766400.0),
-               flops = 2.0 * rows[i] * K * 3 * DIM * DIM;
-        double bytes_s = bytes / (TB_S * 1e12), flops_s = flops / FP8_RATE, floor_s = fmax(bytes_s, flops_s);
-        printf("%-5s experts, %3u, %5u rows: %8.2f us  floor %8.2f us (%s)  %5.1f %%  %5.2f TB/s  %6.1f TFLOP/s  "
-               "touched %.1f, fullest %.2f of the mean\n",
-               form_names[form], n_experts, rows[i], t[4] * 1e6, floor_s * 1e6, bytes_s > flops_s ? "bytes" : "flops",
-               100 * floor_s / t[4], bytes / t[4] * 1e-12, flops / t[4] * 1e-12, touched, load_max);
-        fflush(stdout);
-    }
-    td_device_free(g.d, dx), td_device_free(g.d, ids), td_device_free(g.d, weights), td_device_free(g.d, y);
-    td_device_free(g.d, scratch);
-    unload(&g, &w);
-    close_gpu(&g);
-    free(x), free(h_ids);
-    free_layer(&m);
-}
-
 int main(int argc, char **argv)
 {
     const char *only = argc > 1 ? argv[1] : "";
     td_log_open("experts_test", TD_LOG_ERROR);
-    if (strcmp(only, "time") == 0) {
-        static const uint32_t rows[] = {1, 8, 32, 128, 2048, 8192};
-        uint32_t n_experts = argc > 2 ? (uint32_t)atoi(argv[2]) : 32;
-        for (int f = TD_EXPERTS_FP8; f <= TD_EXPERTS_MXFP4; f++) time_layer(f, n_experts, rows, COUNT(rows));
-        return 0;
-    }
-    if (strcmp(only, "one") == 0 && argc > 4) { /* form, experts, rows: for a profiler */
-        uint32_t rows = (uint32_t)atoi(argv[4]);
-        time_layer(strcmp(argv[2], "fp8") == 0 ? TD_EXPERTS_FP8 : TD_EXPERTS_MXFP4, (uint32_t)atoi(argv[3]), &rows, 1);
-        return 0;
-    }
     check_packing(64, 32, true);
     check_packing(288, 320, false);
     static const struct shape small[] = {{288, 320, 8, 1, 0, false, USUAL},       {96, 32, 8, 3, 0, false, USUAL},
