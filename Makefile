@@ -217,6 +217,14 @@ $(BUILD)/lib/libtandem-cuda.so: $(CU_OBJ)
 	$(call say,nvcc,$@)
 	$(Q)$(NVCC) -shared -o $@ $^
 
+# The same with mistakes planted (traps.cuh), for the tests: files that hold any are compiled again, one tuning row each.
+TRAP_SRC   := $(filter-out kernels/cuda/o_proj.cu,$(shell grep -lE 'cuda/(traps|epilogue|product|moe_[a-z]+)\.cuh' $(CU_SRC) /dev/null))
+TRAP_OBJ   := $(TRAP_SRC:%=$(BUILD)/obj/traps/%.o) $(filter-out $(TRAP_SRC:%=$(BUILD)/obj/%.o),$(CU_OBJ))
+$(BUILD)/obj/traps/%.cu.o: %.cu
+	@mkdir -p $(@D)
+	$(call say,nvcc,$< with mistakes planted)
+	$(Q)$(NVCC) -DTD_TRAPS=1 $(if $(TUNE),,-DTD_TUNE_ONE=1) $(NVCCFLAGS) -I. -MMD -MP -c -o $@ $<
+
 # A folder that needs nothing but a driver where it runs: checks, plug-in, checkpoint. GPU_HERE: this machine has one.
 GPU_TREE   := $(BUILD)/gpu
 GPU_LIBS   := $(call link_libs,common/base kernels common/loop common/coll common/model common/engine)
@@ -230,18 +238,24 @@ $(GPU_TREE)/bin/%: $(BUILD)/obj/tests/kernels/%.o $(patsubst %.c,$(BUILD)/obj/%.
 $(GPU_TREE)/lib/libtandem-cuda.so: $(BUILD)/lib/libtandem-cuda.so
 	@mkdir -p $(@D)
 	$(Q)cp $< $@
+$(GPU_TREE)/lib/libtandem-cudatraps.so: $(TRAP_OBJ)
+	@mkdir -p $(@D)
+	$(call say,nvcc,$@)
+	$(Q)$(NVCC) -shared -o $@ $^
 $(GPU_TREE)/.data: tests/kernels/run tests/tiny/goldens.json $(wildcard tests/tiny/tiny-model/*)
 	@mkdir -p $(GPU_TREE)/tests/tiny
 	$(Q)cp -r tests/tiny/tiny-model tests/tiny/goldens.json $(GPU_TREE)/tests/tiny/
 	$(Q)cp tests/kernels/run $(GPU_TREE)/ && touch $@
 .PHONY: gpu-tree
 gpu-tree: $(GPU_TREE)/bin/cuda_test $(GPU_TREE)/bin/experts_test $(GPU_TREE)/lib/libtandem-cuda.so $(GPU_TREE)/.data
+.PHONY: gpu-traps
+gpu-traps: $(GPU_TREE)/lib/libtandem-cudatraps.so
 endif
 .PHONY: dist
-dist: all $(BUILD)/bin/tandem-bench $(if $(NVCC),gpu-tree) ## build/dist: a tree that runs on another machine, at most 40 MiB; CUDA and NCCL are that machine's
+dist: all $(BUILD)/bin/tandem-bench $(if $(NVCC),gpu-tree gpu-traps) ## build/dist: a tree that runs on another machine, at most 40 MiB; CUDA and NCCL are that machine's
 	@deploy/make-dist $(BUILD) $(BUILD)/dist
 .PHONY: test-gpu
-test-gpu: $(if $(NVCC),gpu-tree) ## check the CUDA kernels; without a GPU, make the folder build/gpu to run on one
+test-gpu: $(if $(NVCC),gpu-tree gpu-traps) ## check the CUDA kernels; without a GPU, make the folder build/gpu to run on one
 ifeq ($(NVCC),)
 	@echo "test-gpu: no nvcc on this machine, so there is nothing to test"
 else

@@ -1,6 +1,9 @@
 /* x += y + bias, then t = rmsnorm(x). A block a row. */
+#include <cuda_fp16.h>
+
 #include "kernels/cuda/cuda_int.h"
 #include "kernels/cuda/norm.cuh"
+#include "kernels/cuda/traps.cuh"
 
 static __global__ void __launch_bounds__(NORM_THREADS)
     add_norm(float *x, const float *y, const float *bias, const float *w, td_bf16 *t, uint32_t dim, float eps)
@@ -17,6 +20,7 @@ static __global__ void __launch_bounds__(NORM_THREADS)
         if (2 * i >= dim) continue;
         float2 r = row[i], d = add[i], b = ((const float2 *)bias)[i];
         v[p] = make_float2(r.x + (d.x + b.x), r.y + (d.y + b.y));
+        if (TRAP(RESIDUAL_F16)) v[p] = __half22float2(__float22half2_rn(v[p]));
         row[i] = v[p];
     }
     norm_row(v, w, t + (size_t)blockIdx.x * dim, dim, eps);

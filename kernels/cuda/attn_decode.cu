@@ -11,6 +11,7 @@
 #include "kernels/cuda/cuda_int.h"
 #include "kernels/cuda/e4m3.cuh"
 #include "kernels/cuda/mma.cuh"
+#include "kernels/cuda/traps.cuh"
 
 #define KEYS     64
 #define WARPS    4
@@ -59,7 +60,8 @@ static __device__ __forceinline__ view view_of(const decode_args &a, const td_se
 {
     view v;
     v.hi = q.start;
-    v.lo = a.window != 0 && q.start + 1 > a.window ? q.start + 1 - a.window : 0;
+    const uint32_t window = a.window + TRAP(DECODE_WINDOW_129) - TRAP(DECODE_WINDOW_127);
+    v.lo = a.window != 0 && q.start + 1 > window ? q.start + 1 - window : 0;
     v.first = v.lo / KEYS;
     v.n = q.n_rows == 1 ? v.hi / KEYS - v.first + 1 : 0;
     return v;
@@ -266,7 +268,9 @@ static __device__ void consume(const decode_args &a, decode_smem<S> &sm, uint32_
             load_q(q_next, next);
         }
         float o[8][4] = {}, max = -INFINITY, sum = 0;
-        const float sink = threadIdx.x / 16 < a.group ? a.sinks[s.head * a.group + threadIdx.x / 16] * 1.44269504f : 0;
+        float sink = threadIdx.x / 16 < a.group ? a.sinks[s.head * a.group + threadIdx.x / 16] * 1.44269504f : 0;
+        if (TRAP(DECODE_SINK_SCALED)) sink /= 8;
+        if (TRAP(DECODE_SINK_NONE)) sink = -INFINITY;
 
         for (uint32_t b = s.begin; b < s.end; b++, i++) {
             uint32_t st = i % STAGES, base = (v.first + b) * KEYS + key0;
@@ -415,6 +419,8 @@ static __device__ void consume(const decode_args &a, decode_smem<S> &sm, uint32_
 #pragma unroll
                     for (uint32_t j = 0; j < ADD_AT_ONCE; j++)
                         if (c + j <= c_last) add_part(sum_of, o_of[j], max_of[j], add[j]);
+                    for (uint32_t j = 0; TRAP(DECODE_SINK_PER_SPLIT) && j < ADD_AT_ONCE && c + j <= c_last; j++)
+                        add_part(sum_of, make_float4(0, 0, 0, 0), sink, sink == -INFINITY ? 0 : 1);
                 }
                 finish(a, sum_of, q.row, s.head, sink);
             }

@@ -9,6 +9,7 @@
  * values outside the tile's view are zeroed first, because memory nobody wrote may hold NaN and 0 NaN is NaN. */
 #include "kernels/cuda/cuda_int.h"
 #include "kernels/cuda/mma.cuh"
+#include "kernels/cuda/traps.cuh"
 
 #define NWG     3
 #define ROWS    (64 * NWG)
@@ -43,13 +44,17 @@ struct prefill_smem {
 struct span {
     uint32_t from, last, seen, n_pos;
 };
+static __device__ __forceinline__ uint32_t window_of(const prefill_args &a)
+{
+    return a.window == 0 ? 0 : a.window + TRAP(PREFILL_WINDOW_129) - TRAP(PREFILL_WINDOW_127);
+}
 static __device__ __forceinline__ span span_of(const prefill_args &a, const tile_info &t)
 {
     span s;
     s.n_pos = min(ROWS / a.group, t.seq.n_rows - t.first);
     s.from = t.seq.start + t.first;
     s.last = s.from + s.n_pos - 1;
-    s.seen = a.window != 0 && s.from + 1 > a.window ? s.from + 1 - a.window : 0;
+    s.seen = a.window != 0 && s.from + 1 > window_of(a) ? s.from + 1 - window_of(a) : 0;
     return s;
 }
 
@@ -239,14 +244,16 @@ static __device__ __forceinline__ void consume(const prefill_args &a, prefill_sm
     for (int h = 0; h < 2; h++) {
         uint32_t pos = sp.from + (row + 8 * h) / a.group;
         float sink = a.sinks[t.kv_head * a.group + (row + 8 * h) % a.group] * 1.44269504f;
+        if (TRAP(PREFILL_SINK_SCALED)) sink /= 8;
+        if (TRAP(PREFILL_SINK_NONE)) sink = -INFINITY;
         r[h].max = sink;
-        r[h].sum = lane % 4 == 0 && sink != -INFINITY ? 1.0f : 0.0f; /* the four lanes of a row are added at the end */
+        r[h].sum = (lane % 4 == 0 || TRAP(PREFILL_SINK_PER_LANE)) && sink != -INFINITY ? 1.0f : 0.0f; /* the four lanes of a row are added at the end */
         hi[h] = (int)pos;
-        lo[h] = a.window != 0 && pos + 1 > a.window ? (int)(pos + 1 - a.window) : 0;
+        lo[h] = a.window != 0 && pos + 1 > window_of(a) ? (int)(pos + 1 - window_of(a)) : 0;
     }
     /* Of the warpgroup's rows, for the choice of blocks to mask. */
     const uint32_t low = sp.from + wg * 64 / a.group, high = sp.from + (wg * 64 + 63) / a.group;
-    const uint32_t high_lo = a.window != 0 && high + 1 > a.window ? high + 1 - a.window : 0;
+    const uint32_t high_lo = a.window != 0 && high + 1 > window_of(a) ? high + 1 - window_of(a) : 0;
 
     float s[64], o[32], alpha[2];
     uint32_t p[32];

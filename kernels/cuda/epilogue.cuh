@@ -7,6 +7,7 @@
 #include <cuda_fp8.h>
 
 #include "kernels/cuda/cuda_int.h"
+#include "kernels/cuda/traps.cuh"
 #include "kernels/e4m3.h"
 
 #define PAIRS_NEXT 0 /* columns 2p and 2p + 1 */
@@ -46,9 +47,14 @@ struct store_swiglu {
         if (col >= n_cols) return;
         float2 add = *(const float2 *)(bias + (size_t)expert * n_cols + col);
         float gate = a + add.x, up = b + add.y;
-        gate = gate > limit ? limit : gate;
-        up = up > limit ? limit : up < -limit ? -limit : up;
-        float v = gate / (1.0f + __expf(-alpha * gate)) * (up + 1.0f);
+        const float plus = TRAP(NO_PLUS_ONE) ? 0.0f : 1.0f;
+        const float high = TRAP(NO_CLAMP) ? INFINITY : limit, gate_high = TRAP(CLAMP_LATE) ? INFINITY : high;
+        gate = gate > gate_high ? gate_high : gate;
+        if (TRAP(CLAMP_BELOW)) gate = fmaxf(gate, -limit);
+        up = up > high ? high : up < -high ? -high : up;
+        float act = gate / (1.0f + __expf(-alpha * gate));
+        if (TRAP(CLAMP_LATE)) act = fminf(act, limit);
+        float v = act * (up + plus);
         u[(size_t)row * (n_cols / 2) + col / 2] = __float2bfloat16_rn(v);
     }
 };
@@ -87,8 +93,9 @@ struct store_qkv {
         uint32_t head = col / 64, j = col % 64;
         a += bias[col];
         b += bias[col + 32];
-        if (head < n_heads + n_kv_heads) {
+        if (head < n_heads + (TRAP(KEYS_NOT_ROTATED) ? 0 : n_kv_heads)) {
             float c = cos[(size_t)row * 32 + j], s = sin[(size_t)row * 32 + j], lo = a;
+            if (TRAP(ROTATED_BACK)) s = -s;
             a = lo * c - b * s;
             b = b * c + lo * s;
         }
@@ -134,8 +141,10 @@ struct store_qkv {
         float2 x = *(const float2 *)(bias + col), y = *(const float2 *)(bias + col + 32);
         a = make_float2(a.x + x.x, a.y + x.y);
         b = make_float2(b.x + y.x, b.y + y.y);
-        if (head < n_heads + n_kv_heads) {
-            const float2 c = o.cos[i], s = o.sin[i], lo = a;
+        if (head < n_heads + (TRAP(KEYS_NOT_ROTATED) ? 0 : n_kv_heads)) {
+            const float2 c = o.cos[i], lo = a;
+            float2 s = o.sin[i];
+            if (TRAP(ROTATED_BACK)) s = make_float2(-s.x, -s.y);
             a = make_float2(lo.x * c.x - b.x * s.x, lo.y * c.y - b.y * s.y);
             b = make_float2(b.x * c.x + lo.x * s.x, b.y * c.y + lo.y * s.y);
         }

@@ -1,6 +1,7 @@
 /* x += sum over slots, in slot order, of weight * (y + bias of the slot's expert); then t = rmsnorm(x). A block a row. */
 #include "kernels/cuda/cuda_int.h"
 #include "kernels/cuda/norm.cuh"
+#include "kernels/cuda/traps.cuh"
 
 /* K: slots of a row, so that all their loads are under way at once; 0: top_k. */
 template <int K>
@@ -41,6 +42,10 @@ static __global__ void __launch_bounds__(NORM_THREADS)
             for (int p = 0; p < NORM_PAIRS; p++) {
                 v[p].x += weight[k] * (d[k][p].x + b[k][p].x);
                 v[p].y += weight[k] * (d[k][p].y + b[k][p].y);
+                if (TRAP(BIAS_NOT_WEIGHTED)) {
+                    v[p].x += (1 - weight[k]) * b[k][p].x;
+                    v[p].y += (1 - weight[k]) * b[k][p].y;
+                }
             }
     }
 #pragma unroll

@@ -17,6 +17,7 @@
 #include "kernels/cuda/cuda_int.h"
 #include "kernels/cuda/mma.cuh"
 #include "kernels/cuda/moe_scratch.h"
+#include "kernels/cuda/traps.cuh"
 #include "kernels/cuda/wgmma_fp8.cuh"
 
 /* A pair of warpgroups covers a tile's rows. With few tokens a stage is little work but long to wait for: two pairs take
@@ -43,9 +44,14 @@ struct expert_gemm {
 /* gate * sigmoid(alpha * gate) * (up + 1), clamped first. A NaN stays one. */
 static __device__ __forceinline__ float activate(float gate, float up, float alpha, float limit)
 {
-    gate = gate > limit ? limit : gate;
-    up = up > limit ? limit : up < -limit ? -limit : up;
-    return gate / (1.0f + __expf(-alpha * gate)) * (up + 1.0f);
+    const float plus = TRAP(FP8_NO_PLUS_ONE) ? 0.0f : 1.0f;
+    const float high = TRAP(FP8_NO_CLAMP) ? INFINITY : limit, gate_high = TRAP(FP8_CLAMP_LATE) ? INFINITY : high;
+    gate = gate > gate_high ? gate_high : gate;
+    if (TRAP(FP8_CLAMP_BELOW)) gate = fmaxf(gate, -limit);
+    up = up > high ? high : up < -high ? -high : up;
+    float act = gate / (1.0f + __expf(-alpha * gate));
+    if (TRAP(FP8_CLAMP_LATE)) act = fminf(act, limit);
+    return act * (up + plus);
 }
 
 /* The activation in f16, which holds it to 2^-12. */

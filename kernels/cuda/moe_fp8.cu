@@ -64,7 +64,7 @@ static __device__ __forceinline__ void write_group(float4 v, uint32_t r, uint32_
     float most = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 #pragma unroll
     for (int i = 16; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
-    const float scale = fmaxf(most, 1e-4f) / 448.0f, inv = 1.0f / scale;
+    const float scale = TRAP(FP8_ONE_SCALE) ? 4 / 448.0f : fmaxf(most, 1e-4f) / 448.0f, inv = 1.0f / scale;
     const uint32_t lane = threadIdx.x % 32;
     *(uint32_t *)(codes + td_expert_fp8_at(r, lane * 4)) =
         two_codes(v.x * inv, v.y * inv) | two_codes(v.z * inv, v.w * inv) << 16;

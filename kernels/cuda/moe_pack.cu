@@ -1,6 +1,7 @@
 /* An expert's matrix as stored becomes FP8 or MXFP4 tiles on the device (expert_format.h). Load time: the host waits for each
  * matrix, and staging memory lives as long as the call. */
 #include "kernels/cuda/cuda_int.h"
+#include "kernels/cuda/traps.cuh"
 #include "kernels/expert_format.h"
 
 #define PACK_THREADS 256
@@ -19,7 +20,9 @@ static __global__ void __launch_bounds__(PACK_THREADS)
     if (threadIdx.x == 0) top = 0;
     __syncthreads();
     /* Half a row a thread. */
-    const uint32_t r = threadIdx.x / 2, first = threadIdx.x % 2 * 64, from = td_expert_row(a.order, t * TD_XT + r);
+    const uint32_t r = threadIdx.x / 2, first = threadIdx.x % 2 * 64, p = t * TD_XT + r,
+                   from = TRAP(FP8_HALVES) && a.order == TD_ROWS_GATE_UP ? p / 16 * 8 + p % 8 + p % 16 / 8 * (a.n_out / 2)
+                                                                         : td_expert_row(a.order, p);
     uint32_t rank = 0;
     bool is_bad = false;
     for (uint32_t c = first; c < first + 64; c++) {
@@ -41,7 +44,7 @@ static __global__ void __launch_bounds__(PACK_THREADS)
 #pragma unroll
             for (uint32_t i = 0; i < 16; i++) {
                 bool is_exact;
-                struct td_expert_element x = td_expert_element(&a, from, k * TD_XT + c + i);
+                struct td_expert_element x = td_expert_element(&a, from, k * TD_XT + c + (i ^ TRAP(FP8_NIBBLES_SWAPPED)));
                 words[i / 4] |= (uint32_t)td_expert_code(&x, s, &is_exact) << i % 4 * 8;
                 n_inexact += !is_exact;
             }

@@ -2,7 +2,10 @@
 #ifndef TD_KERNELS_CUDA_MOE_ROUTE_CUH
 #define TD_KERNELS_CUDA_MOE_ROUTE_CUH
 
+#include <cuda_fp8.h>
+
 #include "kernels/cuda/cuda_int.h"
+#include "kernels/cuda/traps.cuh"
 
 #define MAX_EXPERTS  512u
 #define SORT_THREADS 1024
@@ -24,6 +27,7 @@ static __device__ __forceinline__ void choose_experts(const float *logits, uint3
 #pragma unroll 18
         for (uint32_t s = 0; s < n_slices; s++) z[i] += logits[s * slice_step + e];
         z[i] += bias[e];
+        if (TRAP(LOGITS_FP8)) z[i] = (float)__nv_fp8_e4m3(z[i]);
     }
     float first = 0, sum = 0, mine = 0;
     uint32_t my_id = 0;
@@ -60,6 +64,11 @@ static __device__ __forceinline__ void choose_experts(const float *logits, uint3
             mine = w;
             my_id = e;
         }
+    }
+    if (TRAP(SOFTMAX_OF_ALL)) {
+        sum = 0;
+        for (uint32_t i = 0; i < PER; i++) sum += i * 32 + lane < n_experts ? expf(z[i] - first) : 0;
+        for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
     }
     *id_out = my_id;
     *weight_out = mine / sum;

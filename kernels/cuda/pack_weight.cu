@@ -1,6 +1,7 @@
 /* A matrix as stored becomes row-major bf16 [n_out, n_in] on the device; MXFP4 is widened there, exactly. Load time: the
  * host waits for each matrix. Staging memory lives as long as the call. */
 #include "kernels/cuda/cuda_int.h"
+#include "kernels/cuda/traps.cuh"
 
 static __global__ void transpose(const td_bf16 *from, td_bf16 *to, uint32_t n_out, uint32_t n_in)
 {
@@ -23,7 +24,8 @@ static __global__ void widen(const uint8_t *blocks, const uint8_t *scales, uint3
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (size_t)n_out * n_in) return;
     size_t row = i / n_in, col = col_begin + i % n_in, group = row * groups + col / 32;
-    uint8_t byte = blocks[group * 16 + col % 32 / 2], code = col % 2 == 0 ? byte & 15 : byte >> 4, scale = scales[group];
+    uint8_t byte = blocks[group * 16 + col % 32 / 2], code = col % 2 == TRAP(NIBBLES_SWAPPED) ? byte & 15 : byte >> 4,
+            scale = scales[TRAP(GROUPS_OF_OUTPUTS) ? row / 32 * groups + row % groups : group];
     float v = ldexpf(magnitude[code & 7], (int)scale - 127);
     if (scale == 255 || isinf(v)) *is_bad = 1;
     to[i] = __float2bfloat16_rn(code & 8 ? -v : v);

@@ -17,14 +17,13 @@ static void bench_invariant(void)
     td_bench_mode.is_short = 1;
     td_bench_attention(&p);
     td_bench_dense(&p);
-    td_bench_bf16_experts(&p);
+    pair_close(&p);
+    td_bench_experts(true);
     td_bench_mode.prefix = "";
     td_bench_mode.is_short = 0;
-    pair_close(&p);
 }
 
-/* only: the part whose peers run; "": all. The program lies beside the sources, or at the top of a tree of `make dist`.
- */
+/* only: the part whose peers run; "": all. The program lies beside the sources, or at the top of `make dist`. */
 static void beside_peers(const char *python, const char *only)
 {
     static const char *const places[] = {"tests/bench/kernels_peer.py", "kernels_peer.py"};
@@ -58,8 +57,7 @@ int td_bench_kernels(int argc, char **argv)
     } parts[] = {{"attention", td_bench_attention},
                  {"dense", td_bench_dense},
                  {"rows", td_bench_rows},
-                 {"sample", td_bench_sample},
-                 {"experts", td_bench_bf16_experts}};
+                 {"sample", td_bench_sample}};
     const char *only = "", *python = "python3";
     for (int o; (o = getopt_long(argc, argv, "", options, NULL)) != -1;) switch (o) {
         case 'o': only = optarg; break;
@@ -86,7 +84,10 @@ int td_bench_kernels(int argc, char **argv)
             n_run++;
         }
     pair_close(&p);
-    if (only[0] == '\0' || strcmp(only, "experts") == 0) td_bench_experts();
+    if (only[0] == '\0' || strcmp(only, "experts") == 0) {
+        td_bench_experts(false);
+        n_run++;
+    }
     if (only[0] == '\0' || strcmp(only, "invariant") == 0) {
         bench_invariant();
         n_run++;

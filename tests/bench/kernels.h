@@ -43,9 +43,7 @@ double td_bench_attn(struct pair *p, uint32_t n_seqs, uint32_t ctx, uint32_t row
 void td_bench_dense(struct pair *p);
 void td_bench_rows(struct pair *p);
 void td_bench_sample(struct pair *p);
-/* Experts of the pair's device, which are bf16. */
-void td_bench_bf16_experts(struct pair *p);
-/* Experts in FP8 and MXFP4; opens devices of its own. */
-void td_bench_experts(void);
+/* Experts in every form; opens devices of its own. */
+void td_bench_experts(bool is_batch_invariant);
 
 #endif

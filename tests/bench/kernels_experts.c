@@ -11,65 +11,6 @@
 
 static bool is_wanted(const char *row) { return td_bench_mode.row == NULL || strstr(row, td_bench_mode.row) != NULL; }
 
-/* ---- bf16 ---- */
-
-struct moe {
-    struct td_moe_args a;
-};
-
-static enum td_status run_moe(struct pair *p, void *args, uint32_t turn)
-{
-    (void)turn;
-    return p->gpu_ops->moe(p->gpu_stream, &((struct moe *)args)->a);
-}
-
-void td_bench_bf16_experts(struct pair *p)
-{
-    enum { H = 2880, I = 2880, E = 32, K = 4, T = 8192 };
-    struct td_weight up[E], down[E];
-    uint16_t *u = td_bench_values(p, (size_t)E * 2 * I * H), *d = td_bench_values(p, (size_t)E * H * I);
-    float *bias = td_bench_values(p, (size_t)E * 2 * I * 2);
-    for (uint32_t e = 0; e < E; e++) {
-        up[e] = (struct td_weight){
-            .data = u + (size_t)e * 2 * I * H, .bias = bias + (size_t)e * 2 * I, .n_out = 2 * I, .n_in = H};
-        down[e] = (struct td_weight){.data = d + (size_t)e * H * I, .n_out = H, .n_in = I};
-    }
-    struct td_scratch_shape shape = {.n_rows = T, .top_k = K, .n_experts = E, .intermediate = I, .hidden = H};
-    struct moe m = {.a = {.router = {.data = td_bench_values(p, E * H), .bias = bias, .n_out = E, .n_in = H},
-                          .gate_up = up,
-                          .down = down,
-                          .hidden = H,
-                          .intermediate = I,
-                          .n_experts = E,
-                          .top_k = K,
-                          .alpha = 1.702f,
-                          .limit = 7.0f}};
-    void *ids, *weights, *y, *scratch, *x = td_bench_values(p, (size_t)T * H);
-    td_bench_gpu_must(p, td_device_alloc(p->gpu, T * K * 4ul, &ids), "memory");
-    td_bench_gpu_must(p, td_device_alloc(p->gpu, T * K * 4ul, &weights), "memory");
-    td_bench_gpu_must(p, td_device_alloc(p->gpu, (size_t)T * K * H * 4, &y), "memory");
-    td_bench_gpu_must(p, td_device_alloc(p->gpu, td_device_scratch_bytes(p->gpu, &shape), &scratch), "memory");
-    m.a.x = x, m.a.ids = ids, m.a.weights = weights, m.a.y = y, m.a.scratch = scratch;
-    static const uint32_t rows[] = {1, 8, 32, 128, 2048, 8192};
-    for (int i = 0; i < (td_bench_mode.is_short ? 4 : 6); i++) {
-        char what[96];
-        snprintf(what, sizeof what, "bf16 experts, 32, %u rows", rows[i]);
-        if (!is_wanted(what)) continue;
-        m.a.n_rows = rows[i];
-        double s = td_bench_time(p, (struct td_bench_call){run_moe, &m}, 1, 8), t = rows[i];
-        if (t > 1000)
-            td_bench_row_flops(what, s, 2.0 * t * K * 3 * H * I);
-        else
-            td_bench_row_bytes(what, s, E * (1 - pow(1 - 4.0 / E, t)) * 6.0 * H * I);
-    }
-    td_device_free(p->gpu, u), td_device_free(p->gpu, d), td_device_free(p->gpu, bias), td_device_free(p->gpu, y);
-    td_device_free(p->gpu, scratch), td_device_free(p->gpu, x), td_device_free(p->gpu, ids),
-        td_device_free(p->gpu, weights);
-    td_device_free(p->gpu, (void *)(uintptr_t)m.a.router.data);
-}
-
-/* ---- FP8 and MXFP4 ---- */
-
 enum { DIM = 2880, K = 4, MAX_E = 128, MOST_ROWS = 8192, TURNS = 8 };
 
 struct layer {
@@ -225,7 +166,9 @@ static void look(struct pair *p, struct run *r, uint32_t turns, double *touched,
 static void time_experts(struct pair *p, const struct layer *l, uint32_t n_rows, bool is_skewed)
 {
     static const char *const names[] = {"bf16", "fp8", "mxfp4"};
-    const double bytes_each = l->form == TD_EXPERTS_FP8 ? 24883200.0 : 13219200.0;
+    static const double bytes_of[] = {49766400.0, 24883200.0, 13219200.0};
+    const double bytes_each = bytes_of[l->form],
+                 rate = l->form == TD_EXPERTS_BF16 ? TD_BENCH_BF16_FLOPS : TD_BENCH_FP8_FLOPS;
     struct run r = {.l = l, .n_rows = n_rows};
     const uint32_t turns = n_rows <= 128 ? TURNS : 1, n = n_rows <= 128 ? 3 * turns : 2;
     char what[96];
@@ -236,7 +179,7 @@ static void time_experts(struct pair *p, const struct layer *l, uint32_t n_rows,
     look(p, &r, turns, &touched, &fullest);
     double s = td_bench_time(p, (struct td_bench_call){run_experts, &r}, turns, n),
            flops = 2.0 * n_rows * K * 3 * DIM * DIM;
-    double bytes_s = touched * bytes_each / (TD_BENCH_TB_S * 1e12), flops_s = flops / TD_BENCH_FP8_FLOPS;
+    double bytes_s = touched * bytes_each / (TD_BENCH_TB_S * 1e12), flops_s = flops / rate;
     double floor_s = fmax(bytes_s, flops_s);
     printf(
         "%s%-52s %9.2f us  floor %8.2f us (%s)  %5.1f %%  %5.2f TB/s  %6.1f TFLOP/s  touched %.1f, fullest %.2f of the "
@@ -259,16 +202,17 @@ static void time_routing(struct pair *p, const struct layer *l, uint32_t n_rows)
     td_bench_row_bytes(what, s, (double)n_rows * DIM * 2 + (double)l->n_experts * DIM * 2 + (double)n_rows * K * DIM);
 }
 
-void td_bench_experts(void)
+void td_bench_experts(bool is_batch_invariant)
 {
-    static const uint32_t sizes[] = {32, 128}, rows[] = {1, 8, 32, 128, 2048, 8192};
-    for (size_t i = 0; i < COUNT(sizes); i++)
-        for (int form = TD_EXPERTS_FP8; form <= TD_EXPERTS_MXFP4; form++) {
+    static const uint32_t rows[] = {1, 8, 32, 128, 2048, 8192};
+    for (uint32_t n_experts = 32; n_experts <= (is_batch_invariant ? 32 : 128); n_experts *= 4)
+        for (int form = n_experts == 32 ? TD_EXPERTS_BF16 : TD_EXPERTS_FP8; form <= TD_EXPERTS_MXFP4; form++) {
             struct pair p;
             struct layer l;
-            if (!pair_open_as(&p, &(struct td_device_options){.backend = "cuda", .experts = form})) return;
-            open_layer(&p, &l, form, sizes[i]);
-            for (int is_skewed = 0; is_skewed < 2; is_skewed++) {
+            struct td_device_options o = {.backend = "cuda", .experts = form, .is_batch_invariant = is_batch_invariant};
+            if (!pair_open_as(&p, &o)) return;
+            open_layer(&p, &l, form, n_experts);
+            for (int is_skewed = 0; is_skewed < 2 - is_batch_invariant; is_skewed++) {
                 route(&p, &l, is_skewed);
                 for (size_t k = 0; k < COUNT(rows); k++) time_experts(&p, &l, rows[k], is_skewed);
                 if (is_skewed || form != TD_EXPERTS_FP8) continue;
