@@ -252,7 +252,8 @@ gpu-tree: $(GPU_TREE)/bin/cuda_test $(GPU_TREE)/bin/experts_test $(GPU_TREE)/lib
 gpu-traps: $(GPU_TREE)/lib/libtandem-cudatraps.so
 endif
 .PHONY: dist
-dist: all $(BUILD)/bin/tandem-bench $(if $(NVCC),gpu-tree gpu-traps) ## build/dist: a tree that runs on another machine, at most 40 MiB; CUDA and NCCL are that machine's
+dist: all $(BUILD)/bin/tandem-bench $(if $(NVCC),gpu-tree gpu-traps) ## build/dist: a tree that runs on another machine, at most 40 MiB, with a UCX that knows CUDA; CUDA and NCCL are that machine's
+	@$(if $(NVCC),deploy/fetch-ucx $(BUILD)/ucx || echo "dist: goes on with this machine's UCX")
 	@deploy/make-dist $(BUILD) $(BUILD)/dist
 .PHONY: test-gpu
 test-gpu: $(if $(NVCC),gpu-tree gpu-traps) ## check the CUDA kernels; without a GPU, make the folder build/gpu to run on one

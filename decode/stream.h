@@ -20,7 +20,7 @@ struct td_decode_finish {
     bool is_lost, is_handoff;
     uint32_t cached_tokens;
     uint64_t handoff_bytes, handoff_us, decode_us;
-    char transport[16], message[512];
+    char transport[32], message[512];
 };
 
 struct td_decode_pending_token;

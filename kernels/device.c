@@ -171,6 +171,28 @@ enum td_status td_stream_mark_us(struct td_stream *s, uint32_t from, uint32_t to
     return s->device->backend->mark_us(s, from, to, out);
 }
 
+enum td_status td_side_stream_create(struct td_device *d, struct td_stream **out)
+{
+    return d->backend->side_stream_create(d, out);
+}
+
+enum td_status td_stream_follow(struct td_stream *s, struct td_stream *other)
+{
+    return s->device->backend->follow(s, other);
+}
+
+enum td_status td_stream_call(struct td_stream *s, void (*fn)(void *arg), void *arg)
+{
+    return s->device->backend->call(s, fn, arg);
+}
+
+enum td_status td_stream_scatter(struct td_stream *s, const struct td_piece *pieces, uint32_t n)
+{
+    return s->device->backend->scatter(s, pieces, n);
+}
+
+enum td_status td_device_enter(struct td_device *d) { return d->backend->enter != NULL ? d->backend->enter(d) : TD_OK; }
+
 bool td_device_can_sample(const struct td_device *d) { return d->backend->sample != NULL; }
 
 enum td_status td_stream_sample(struct td_stream *s, const struct td_sample_args *a)

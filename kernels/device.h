@@ -38,12 +38,20 @@ struct td_explain_shape {
     uint32_t n_heads, n_kv_heads, head_dim, hidden, intermediate, n_experts, top_k, vocab;
 };
 
+/* A run of bytes that a scatter moves. Both ends on 16 bytes, n_bytes a multiple of 16. */
+struct td_piece {
+    const void *from;
+    void *to;
+    uint64_t n_bytes;
+};
+
 /* Work recorded once and replayed with the same arguments; buffers it names outlive it. */
 struct td_graph;
 
 struct td_backend {
     const char *name;
     uint32_t act_bytes; /* of an activation (args.h): 4 f32, 2 bf16 */
+    bool is_on_host;    /* its memory is the host's: any pointer will do for a scatter */
     enum td_status (*open)(const struct td_device_options *o, struct td_device **out, struct td_err *err);
     void (*close)(struct td_device *d);
     enum td_status (*alloc)(struct td_device *d, size_t bytes, void **out); /* aligned to 64, not cleared */
@@ -66,6 +74,12 @@ struct td_backend {
     enum td_status (*copy_in)(struct td_stream *s, void *to, const void *from_host, size_t bytes);
     enum td_status (*copy_out)(struct td_stream *s, void *to_host, const void *from, size_t bytes);
     enum td_status (*copy)(struct td_stream *s, void *to, const void *from, size_t bytes); /* both on the device */
+    /* A stream of short work beside a busy one: goes first where both have something to run. Runs no ops. */
+    enum td_status (*side_stream_create)(struct td_device *d, struct td_stream **out);
+    enum td_status (*enter)(struct td_device *d); /* NULL: nothing to do */
+    enum td_status (*follow)(struct td_stream *s, struct td_stream *other);
+    enum td_status (*call)(struct td_stream *s, void (*fn)(void *arg), void *arg);
+    enum td_status (*scatter)(struct td_stream *s, const struct td_piece *pieces, uint32_t n);
     /* NULL for a backend without graphs. */
     enum td_status (*graph_begin)(struct td_stream *s);
     enum td_status (*graph_end)(struct td_stream *s, struct td_graph **out);
@@ -141,6 +155,20 @@ enum td_status td_stream_copy(struct td_stream *s, void *to, const void *from, s
 #define TD_STREAM_MARKS 1024u
 enum td_status td_stream_mark(struct td_stream *s, uint32_t i);
 enum td_status td_stream_mark_us(struct td_stream *s, uint32_t from, uint32_t to, double *out);
+
+/* For what runs beside the ops' stream: takes follow, call, scatter and copies, and goes first. */
+enum td_status td_side_stream_create(struct td_device *d, struct td_stream **out);
+/* What s gets from now on waits for what other has got so far. Neither host thread waits. */
+enum td_status td_stream_follow(struct td_stream *s, struct td_stream *other);
+/* fn(arg) once s has come here, on a thread of the device's own (or, on the CPU, at once): short, and it may not call
+ * the device. Not called at all if the device fails first. td_stream_sync and td_stream_destroy wait for it. */
+enum td_status td_stream_call(struct td_stream *s, void (*fn)(void *arg), void *arg);
+/* Moves pieces within the device, or from it into memory of a peer that is mapped here. The list is read before the
+ * call returns. When the stream has passed, the bytes are there for whoever learns of it, on whichever device or
+ * processor he reads them. */
+enum td_status td_stream_scatter(struct td_stream *s, const struct td_piece *pieces, uint32_t n);
+/* A thread that calls other libraries of the device's maker does so about this device from now on. Any thread. */
+enum td_status td_device_enter(struct td_device *d);
 
 /* Draws on the device; UNSUPPORTED where the backend leaves that to the host. */
 bool td_device_can_sample(const struct td_device *d);

@@ -141,6 +141,31 @@ static enum td_status cpu_mark_us(struct td_stream *base, uint32_t from, uint32_
     return TD_OK;
 }
 
+static enum td_status cpu_side_stream_create(struct td_device *d, struct td_stream **out)
+{
+    return cpu_stream_create(d, 1, out);
+}
+
+static enum td_status cpu_follow(struct td_stream *s, struct td_stream *other)
+{
+    (void)s, (void)other; /* it has done all it got */
+    return TD_OK;
+}
+
+static enum td_status cpu_call(struct td_stream *s, void (*fn)(void *arg), void *arg)
+{
+    (void)s;
+    fn(arg);
+    return TD_OK;
+}
+
+static enum td_status cpu_scatter(struct td_stream *s, const struct td_piece *pieces, uint32_t n)
+{
+    (void)s;
+    for (uint32_t i = 0; i < n; i++) memcpy(pieces[i].to, pieces[i].from, pieces[i].n_bytes);
+    return TD_OK;
+}
+
 static uint64_t cpu_n_saturated(const struct td_device *d)
 {
     (void)d;
@@ -150,6 +175,7 @@ static uint64_t cpu_n_saturated(const struct td_device *d)
 const struct td_backend td_backend_cpu = {
     .name = "cpu",
     .act_bytes = sizeof(float),
+    .is_on_host = true,
     .open = cpu_open,
     .close = cpu_close,
     .alloc = cpu_alloc,
@@ -168,6 +194,10 @@ const struct td_backend td_backend_cpu = {
     .copy_in = cpu_stream_copy,
     .copy_out = cpu_stream_copy,
     .copy = cpu_stream_copy,
+    .side_stream_create = cpu_side_stream_create,
+    .follow = cpu_follow,
+    .call = cpu_call,
+    .scatter = cpu_scatter,
     .n_saturated = cpu_n_saturated,
     .ops =
         {

@@ -143,7 +143,7 @@ struct layer_call {
     enum td_status staged; /* not OK: a copy failed */
 };
 
-/* Maybe on another rank's thread, but before the pass ends. */
+/* Maybe on another rank's thread or the device's, but before the pass ends. */
 static void on_layer(uint32_t layer, void *user)
 {
     struct layer_call *c = user;
@@ -165,7 +165,8 @@ static enum td_status run(struct td_engine *e, struct td_batch *b, struct layer_
     atomic_store(&e->step_start_ns, 0);
     pthread_mutex_unlock(&e->run_lock);
     if (st == TD_OK) st = call->staged;
-    if (st != TD_OK && st != TD_E_CANCELED) TD_ERROR("step_failed", "status=%s segments=%u", td_status_name(st), b->n_segments);
+    if (st != TD_OK && st != TD_E_CANCELED)
+        TD_ERROR("step_failed", "status=%s segments=%u", td_status_name(st), b->n_segments);
     return st;
 }
 

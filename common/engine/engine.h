@@ -25,7 +25,7 @@ struct td_engine_options {
     void *more_kv_base[TD_MAX_RANKS - 1][TD_KV_N_GROUPS];
     uint32_t layer_delay_ms;     /* tests: sleep after each layer */
     /* If not NULL: called on the rank's thread when a layer's KV is in its pages, before on_layer: for pools whose bytes
-     * travel from a copy. Not OK: the pass ends with it, and nobody hears of the layer. */
+     * travel from a copy. The device rests meanwhile. Not OK: the pass ends with it, and nobody hears of the layer. */
     enum td_status (*stage)(void *user, const struct td_batch *b, uint32_t layer);
     void *stage_user;
 };

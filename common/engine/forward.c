@@ -14,6 +14,12 @@
 #define LOGIT_ROWS        32u
 #define LOGIT_ROWS_DEVICE 256u
 
+struct td_layer_note {
+    void (*on_layer)(uint32_t layer, void *user);
+    void *user;
+    uint32_t layer;
+};
+
 /* ---- life
  * ------------------------------------------------------------------------------------------------------------- */
 
@@ -83,7 +89,12 @@ enum td_status td_forward_create_rank(struct td_model *model, const struct td_en
     TD_TRY(td_workspace_create(device, &shape, &f.ws, err));
     st = td_stream_create(device, o->n_threads, &f.stream);
     if (st != TD_OK) TD_TRY(td_err_set(err, st, "the engine's stream cannot be created"));
-    if (rank == 0) td_workspace_log(&f.ws); /* the others need about the same */
+    if (rank == 0) td_workspace_log(&f.ws);  /* the others need about the same */
+    if (group == NULL && o->stage == NULL) { /* a stage needs the device, which a note may not call */
+        TD_TRY(td_side_stream_create(device, &f.notes));
+        f.layer_notes = td_calloc(c->n_layers, sizeof *f.layer_notes);
+        if (f.layer_notes == NULL) TD_TRY(td_err_set(err, TD_E_NO_MEMORY, "no memory for the engine"));
+    }
     if (group == NULL && td_device_has_graphs(device)) {
         f.graphs = td_calloc(o->max_batch_segments + 1, sizeof *f.graphs);
         f.has_run = td_calloc(o->max_batch_segments + 1, sizeof *f.has_run);
@@ -108,6 +119,8 @@ void td_forward_free(struct td_forward *f)
         td_graph_destroy(f->ws.device, f->graphs[i]);
     free(f->graphs);
     free(f->has_run);
+    td_stream_destroy(f->notes);
+    free(f->layer_notes);
     td_stream_destroy(f->stream);
     td_workspace_free(&f->ws);
     *f = (struct td_forward){0};
@@ -421,6 +434,32 @@ out:
     return st;
 }
 
+static void call_on_layer(void *arg)
+{
+    const struct td_layer_note *n = arg;
+    n->on_layer(n->layer, n->user);
+}
+
+/* The layer's KV is in its pages once the stream is here. Where the device tells of it, the stream goes on meanwhile,
+ * and this thread stays less than two layers ahead of the news: an abandoned pass ends soon. */
+static enum td_status tell_layer(struct td_forward *f, uint32_t layer, void (*on_layer)(uint32_t layer, void *user),
+                                 void *user)
+{
+    enum td_status st;
+    if (f->notes == NULL) {
+        st = td_stream_sync(f->stream);
+        if (st == TD_OK) on_layer(layer, user);
+        return st;
+    }
+    struct td_layer_note *n = &f->layer_notes[layer];
+    *n = (struct td_layer_note){on_layer, user, layer};
+    TD_TRY(td_stream_sync(f->notes));
+    TD_TRY(td_stream_follow(f->notes, f->stream));
+    TD_TRY(td_stream_call(f->notes, call_on_layer, n));
+out:
+    return st;
+}
+
 /* From the embedding to the tail rows' final norm. */
 static enum td_status run_layers(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
                                  void *user, struct rows *tail)
@@ -460,10 +499,7 @@ static enum td_status run_layers(struct td_forward *f, struct td_batch *b, void 
             goto out;
         }
         TD_TRY(project(f, layer, &all, is_last ? TD_QKV_KV : TD_QKV_Q | TD_QKV_KV));
-        if (on_layer != NULL) {
-            TD_TRY(td_stream_sync(f->stream));
-            on_layer(layer, user);
-        }
+        if (on_layer != NULL) TD_TRY(tell_layer(f, layer, on_layer, user));
         if (!is_last) {
             TD_TRY(finish_layer(f, b, layer, &all));
             continue;
@@ -517,6 +553,10 @@ static enum td_status run_pass(struct td_forward *f, struct td_batch *b, void (*
     if (f->n_tail > 0) TD_TRY(f->group == NULL ? finish(f, b, &tail) : finish_together(f, b, &tail));
     st = td_stream_sync(f->stream);
 out:
+    if (f->notes != NULL && on_layer != NULL) { /* all are told before anybody hears of the end */
+        enum td_status told = td_stream_sync(f->notes);
+        if (st == TD_OK) st = told;
+    }
     if (st == TD_E_DEVICE) TD_ERROR("device_failed", "error=\"%s\"", td_device_last_error(f->ws.device));
     return st;
 }

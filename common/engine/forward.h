@@ -23,12 +23,17 @@ struct td_forward_group {
     atomic_bool is_abandoned;
 };
 
+struct td_layer_note; /* who is told of a layer */
+
 struct td_forward {
     struct td_forward_group *group; /* NULL: alone */
     const struct td_model_config *c;
     const struct td_weights *w;
     struct td_engine_options o;
     struct td_stream *stream;
+    /* Tells of layers from beside the ops' stream, which does not stop for it; NULL: it stops. */
+    struct td_stream *notes;
+    struct td_layer_note *layer_notes; /* [n_layers] */
     const struct td_ops *ops;
     struct td_workspace ws;
     struct td_pieces o_pieces, down_pieces;
@@ -58,7 +63,8 @@ void td_forward_free(struct td_forward *f); /* zero-initialised is fine */
  */
 enum td_status td_forward_check(const struct td_forward *f, const struct td_batch *b);
 /* Runs it: the leader's call. on_layer (may be NULL) is called when the layer's KV is in its pages, before the rest of
- * the layer is computed: by each rank for its own pages, on its own thread. A failure other than CANCELED breaks the
+ * the layer is computed: by each rank for its own pages, on its own thread; or, where a device tells of it (notes), on
+ * a thread of the device's, one at a time, in order, and before this returns. A failure other than CANCELED breaks the
  * group: td_forward_follow returns on the other ranks, and no pass runs any more. */
 enum td_status td_forward_run(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
                               void *user);

@@ -1,7 +1,8 @@
 /* The real transfer. One thread owns the UCX worker and sleeps on its file descriptor together with an eventfd for
  * commands and a pidfd per peer on this machine. A round of it:
  *
- *   commands -> progress until nothing moves -> peers that end go one step on -> events to the loop -> arm -> sleep
+ *   commands, and what the device has put -> progress until nothing moves -> peers that end go one step on -> events to
+ * the loop -> arm -> sleep
  *
  * Arming fails while UCX still has events, and then another round is due: that is UCX's own busy polling while data
  * flows. It is bounded: after ARM_BUSY_MAX rounds in which nothing moved, the thread sleeps a millisecond all the same.
@@ -48,7 +49,7 @@ static void splice(struct td_list *to, struct td_list *from)
 /* --- loop thread to transfer thread --------------------------------------------------------------------------------
  */
 
-static void wake(struct ucx *x)
+void td_ucx_wake(struct ucx *x)
 {
     uint64_t one = 1;
     ssize_t n;
@@ -62,7 +63,7 @@ void td_ucx_command(struct ucx *x, struct ucx_item *item)
     bool was_empty = td_list_is_empty(&x->commands);
     td_list_push_back(&x->commands, &item->link);
     pthread_mutex_unlock(&x->lock);
-    if (was_empty) wake(x); /* else whoever made it non-empty did, and the thread has not looked yet */
+    if (was_empty) td_ucx_wake(x); /* else whoever made it non-empty did, and the thread has not looked yet */
 }
 
 void td_ucx_call(struct ucx *x, struct ucx_call *c)
@@ -78,12 +79,15 @@ void td_ucx_call(struct ucx *x, struct ucx_call *c)
 /* Returns true when asked to stop. */
 static bool take_commands(struct ucx *x)
 {
-    struct td_list taken;
+    struct td_list taken, landed;
     td_list_init(&taken);
+    td_list_init(&landed);
     pthread_mutex_lock(&x->lock);
     splice(&taken, &x->commands);
+    splice(&landed, &x->landed);
     bool is_stopping = x->is_stopping;
     pthread_mutex_unlock(&x->lock);
+    td_ucx_mapped_landed(&landed);
     while (!td_list_is_empty(&taken)) {
         struct ucx_item *item = TD_LIST_ENTRY(taken.next, struct ucx_item, link);
         td_list_remove(&item->link);
@@ -230,7 +234,8 @@ static enum td_status start_worker_with_what_fits(struct ucx *x, struct td_err *
 
 static enum td_status set_up(struct ucx *x, struct td_err *err)
 {
-    enum td_status st = start_worker_with_what_fits(x, err);
+    enum td_status st = td_ucx_mapped_open(x, err);
+    if (st == TD_OK) st = start_worker_with_what_fits(x, err);
     if (st != TD_OK) return st;
     ucs_status_t s;
     if ((s = ucp_worker_get_efd(x->worker, &x->ucx_fd)) != UCS_OK)
@@ -332,6 +337,7 @@ static void *run(void *arg)
     if (!is_settled)
         TD_WARN("xfer_not_settled", "ms=%u text=\"UCX's own messages do not leave; its worker ends with the process\"",
                 SETTLE_MS);
+    td_ucx_mapped_close(x);
     if (is_settled && x->worker != NULL) ucp_worker_destroy(x->worker);
     td_ucx_wire_abandon(x);
     TD_LIST_FOREACH_SAFE (it, &x->mapped) td_ucx_pool_unmap(TD_LIST_ENTRY(it, struct ucx_pool, map_link));
@@ -349,7 +355,7 @@ static void stop_thread(struct ucx *x)
     pthread_mutex_lock(&x->lock);
     x->is_stopping = true;
     pthread_mutex_unlock(&x->lock);
-    wake(x);
+    td_ucx_wake(x);
     pthread_join(x->thread, NULL);
     x->has_thread = false;
 }
@@ -431,10 +437,12 @@ static enum td_status ucx_open(struct td_loop *loop, const struct td_xfer_option
     if (h != NULL) x->handlers = *h;
     x->user = user;
     x->incarnation = o->incarnation;
+    x->device = o->device;
+    x->is_mapping_off = o->is_mapping_off;
     x->keepalive_ms = o->keepalive_ms == 0 ? KEEPALIVE_MS_DEFAULT : o->keepalive_ms;
     x->wake_fd = x->epoll_fd = -1;
-    struct td_list *const lists[] = {&x->inbox,    &x->free_ops, &x->peers, &x->pools,
-                                     &x->commands, &x->live,     &x->out,   &x->mapped};
+    struct td_list *const lists[] = {&x->inbox, &x->free_ops, &x->peers,  &x->pools, &x->commands,
+                                     &x->live,  &x->out,      &x->mapped, &x->landed};
     for (size_t i = 0; i < TD_COUNT(lists); i++) td_list_init(lists[i]);
     pthread_mutex_init(&x->lock, NULL);
     if (o->tls != NULL && o->tls[0] != 0 && (x->tls = td_strdup(o->tls)) == NULL) goto no_memory;

@@ -76,8 +76,12 @@ enum td_status td_ucx_config(const struct ucx *x, ucp_config_t **out, struct td_
         /* Without it, shared memory is not offered to endpoints that want to hear of a peer's death. (MM_ is the part
          * that posix and sysv have in common; versions differ in whether they take the longer names here.) */
         {"MM_ERROR_HANDLING", "y"},
+        /* What a key has mapped goes with the key. Else UCX keeps the memory of a dead peer for a put that will never
+         * come, and its successor finds the GPU full. */
+        {"CUDA_IPC_CACHE", "n"},
     };
     for (size_t i = 0; i < TD_COUNT(opts); i++) {
+        if (x->device == NULL && strncmp(opts[i][0], "CUDA", 4) == 0) continue;
         s = ucp_config_modify(c, opts[i][0], opts[i][1]);
         if (s != UCS_OK)
             TD_INFO("ucx_option_unknown", "option=%s value=%s text=\"%s\"", opts[i][0], opts[i][1],

@@ -81,6 +81,7 @@ struct ucx_op {
     uint64_t next_byte;
     unsigned n_unacked; /* chunks that the peer has not confirmed */
     bool is_all_sent;
+    struct td_list landed_link; /* a put by the device: in x->landed */
     enum td_status status;
     struct ucx_header header; /* of a message */
     void *data;
@@ -121,9 +122,10 @@ struct ucx_remote {
     enum td_pool_kind kind;
     ucp_rkey_h rkey;
     /* How puts go there; constant after open. */
-    char transport[32];
+    char transport[48];
     bool is_one_sided;
     bool is_emulated; /* by us (ucx_emulate.c) */
+    uint8_t *here;    /* its base as mapped here, for puts by our own stores (ucx_mapped.c); NULL: not */
 };
 
 struct ucx_peer {
@@ -146,6 +148,7 @@ struct ucx_peer {
     unsigned n_wire;       /* what UCX still holds of ours without an op: chunks, flushes */
     unsigned n_window;     /* chunks that are not acknowledged */
     bool is_tcp;           /* it has lanes over TCP */
+    bool is_all_mapped;    /* its pools: UCX has no part in puts */
     uint64_t died_ns;      /* its process ended, and UCX has not noticed yet; 0: no */
     int pidfd;             /* -1: not watched */
     bool is_watched;       /* pidfd is in the epoll set */
@@ -180,8 +183,10 @@ struct ucx {
     void *user;
     uint64_t incarnation;
     uint32_t keepalive_ms;
+    struct td_device *device; /* NULL: none */
+    bool is_mapping_off;
     char *tls;
-    const char *tls_left; /* with tls NULL: what is left after too little shared memory; NULL: all */
+    const char *tls_left;  /* with tls NULL: what is left after too little shared memory; NULL: all */
     struct td_buf address; /* the card; constant after open */
     /* loop thread */
     struct ucx_mailbox *mailbox;
@@ -194,6 +199,7 @@ struct ucx {
     /* commands */
     pthread_mutex_t lock;
     struct td_list commands;
+    struct td_list landed; /* puts that the device has done, from a thread of its own */
     bool is_stopping;
     int wake_fd;
     /* transfer thread */
@@ -203,6 +209,9 @@ struct ucx {
     struct td_list live;    /* peers with an endpoint, or whose end has not been told */
     struct td_list out;     /* events of this round */
     struct td_list mapped;  /* pools */
+    struct td_stream *side; /* the device's, for puts into mapped memory; NULL: no device */
+    struct td_piece *pieces;
+    unsigned cap_pieces;
     bool has_shared_memory; /* the context has sysv or posix */
     uint64_t last_ticket;
     struct ucx_peer
@@ -231,6 +240,7 @@ enum td_status td_ucx_config(const struct ucx *x, ucp_config_t **out, struct td_
 /* ucx.c */
 void td_ucx_command(struct ucx *x, struct ucx_item *item);        /* loop thread */
 void td_ucx_call(struct ucx *x, struct ucx_call *c);              /* loop thread; waits */
+void td_ucx_wake(struct ucx *x);                                  /* any thread */
 void td_ucx_event(struct ucx *x, struct ucx_item *item);          /* transfer thread */
 bool td_ucx_backlog_take(struct ucx *x, size_t n_bytes);          /* transfer thread; false: too much is waiting */
 void td_ucx_backlog_give(struct ucx_mailbox *mb, size_t n_bytes); /* any thread */
@@ -286,6 +296,13 @@ void td_ucx_emulate_put(struct ucx_op *op);
 bool td_ucx_emulate_is_over(const struct ucx_op *op); /* sent and acknowledged, or failed; true for other ops */
 void td_ucx_emulate_see_written(void); /* any thread, before a message is delivered: what it tells of is there */
 enum td_status td_ucx_emulate_listen(struct ucx *x, struct td_err *err);
+
+/* ucx_mapped.c */
+enum td_status td_ucx_mapped_open(struct ucx *x, struct td_err *err);  /* transfer thread, before UCX */
+void td_ucx_mapped_close(struct ucx *x);                               /* waits for what the device still has of ours */
+bool td_ucx_mapped_suits(const struct ucx *x, enum td_pool_kind kind); /* stores of ours may go to such a pool */
+void td_ucx_mapped_put(struct ucx_op *op);
+void td_ucx_mapped_landed(struct td_list *landed); /* transfer thread: what was in x->landed */
 
 /* ucx_path.c: transfer thread */
 void td_ucx_find_paths(struct ucx_peer *p);

@@ -66,22 +66,24 @@ static void find_path(const struct ucx_peer *p, const struct lanes *l, struct uc
     static const char *const adapters[] = {"rc", "dc", "gga", "srd", "ugni"};
     const char *direct = NULL, *other = l->n != 0 ? l->lane[0].transport : "?";
     void *here;
+    bool is_mapped = ucp_rkey_ptr(r->rkey, r->base, &here) == UCS_OK;
     switch (r->kind) {
     case TD_POOL_SYSV:
     case TD_POOL_POSIX:
-        if (ucp_rkey_ptr(r->rkey, r->base, &here) == UCS_OK)
-            direct = find(l, r->kind == TD_POOL_SYSV ? "sysv" : "posix");
+        if (is_mapped) direct = find(l, r->kind == TD_POOL_SYSV ? "sysv" : "posix");
         break;
-    case TD_POOL_DEVICE: direct = find(l, "cuda_ipc"); break;
+    case TD_POOL_DEVICE: direct = is_mapped ? "cuda_ipc" : find(l, "cuda_ipc"); break;
     default: break;
     }
+    if (is_mapped && direct != NULL && td_ucx_mapped_suits(p->x, r->kind)) r->here = here;
     for (size_t i = 0; direct == NULL && i < TD_COUNT(adapters); i++) direct = find(l, adapters[i]);
     for (unsigned i = 0; i < l->n; i++)
         if (l->lane[i].is_am) other = l->lane[i].transport;
-    snprintf(r->transport, sizeof r->transport, "%s", direct != NULL ? direct : other);
+    snprintf(r->transport, sizeof r->transport, "%s%s", direct != NULL ? direct : other,
+             r->here != NULL ? " mapped" : "");
     r->is_one_sided = direct != NULL;
     r->is_emulated = direct == NULL && r->kind != TD_POOL_DEVICE; /* only UCX can copy into a device */
-    TD_INFO("xfer_path", "peer=%016llx transport=%s one_sided=%s lanes=%u", (unsigned long long)p->incarnation,
+    TD_INFO("xfer_path", "peer=%016llx transport=\"%s\" one_sided=%s lanes=%u", (unsigned long long)p->incarnation,
             r->transport, r->is_one_sided ? "yes" : "no", l->n);
 }
 
@@ -90,7 +92,11 @@ void td_ucx_find_paths(struct ucx_peer *p)
     struct lanes l;
     read_lanes(p->ep, &l);
     p->is_tcp = find(&l, "tcp") != NULL;
-    for (unsigned i = 0; i < p->n_pools; i++) find_path(p, &l, &p->pools[i]);
+    p->is_all_mapped = p->n_pools != 0;
+    for (unsigned i = 0; i < p->n_pools; i++) {
+        find_path(p, &l, &p->pools[i]);
+        if (p->pools[i].here == NULL) p->is_all_mapped = false;
+    }
 }
 
 static bool uses(ucp_context_h c, const char *one, const char *other)

@@ -40,6 +40,7 @@ static struct ucx_op *take_op(struct ucx_peer *p, enum ucx_kind kind, struct td_
         op = td_calloc(1, sizeof *op);
         if (op == NULL) return NULL;
         td_list_init(&op->item.link);
+        td_list_init(&op->landed_link);
     } else {
         op = TD_LIST_ENTRY(x->free_ops.next, struct ucx_op, item.link);
         td_list_remove(&op->item.link);

@@ -7,8 +7,10 @@
  *      1.13 crashes later on when a TCP endpoint with bytes to send is forced closed, and aborts at the other end when
  *      one is that has not been introduced yet.)
  *   2. cut: force the endpoint closed. UCX ends every request of it through its callback; until then source bytes stay
- *      in use.
- *   3. cut and no op left: the keys go; a loss or the close is told to the loop, once.
+ *      in use. Puts that a device does for us end as they do always: memory that is mapped here stays, whatever became
+ *      of the process that had it.
+ *   3. cut and no op left: the keys go, and with them what was mapped through them; a loss or the close is told to the
+ *      loop, once.
  *
  * A process that ended is left to UCX to notice for NOTICE_MS where it has a TCP connection (that takes a millisecond
  * or two, and suits UCX better); on shared memory it is cut at once. */
@@ -39,12 +41,19 @@ static bool is_emulated_put(const struct ucx_op *op)
     return op->item.kind == UCX_PUT && op->peer->pools[op->pool].is_emulated;
 }
 
-/* Flushes wait for the emulated puts before them; this one was the last such put, maybe. */
+/* UCX's flush does not know of it: emulated, or by stores into mapped memory. */
+static bool is_own_put(const struct ucx_op *op)
+{
+    return op->item.kind == UCX_PUT &&
+           (op->peer->pools[op->pool].is_emulated || op->peer->pools[op->pool].here != NULL);
+}
+
+/* Flushes wait for our own puts before them; this one was the last such put, maybe. */
 static void let_flushes_go(struct ucx_peer *p)
 {
     TD_LIST_FOREACH_SAFE (it, &p->ops) {
         struct ucx_op *op = TD_LIST_ENTRY(it, struct ucx_op, item.link);
-        if (is_emulated_put(op)) return;
+        if (is_own_put(op)) return;
         if (!op->is_waiting) continue;
         op->is_waiting = false;
         td_ucx_wire_step(op, UCS_OK);
@@ -56,7 +65,7 @@ static void finish(struct ucx_op *op)
     struct ucx_peer *p = op->peer;
     td_list_remove(&op->item.link);
     td_ucx_event(p->x, &op->item);
-    if (is_emulated_put(op)) let_flushes_go(p);
+    if (is_own_put(op)) let_flushes_go(p);
 }
 
 static enum td_status why_ended(const struct ucx_peer *p, ucs_status_t s)
@@ -118,24 +127,25 @@ static void on_flushed(void *request, ucs_status_t s, void *user)
     flush_is_over(user, s);
 }
 
-static bool has_emulated_put(const struct ucx_peer *p)
+static bool has_own_put(const struct ucx_peer *p)
 {
     TD_LIST_FOREACH (it, &p->ops)
-        if (is_emulated_put(TD_LIST_ENTRY(it, struct ucx_op, item.link))) return true;
+        if (is_own_put(TD_LIST_ENTRY(it, struct ucx_op, item.link))) return true;
     return false;
 }
 
 static void post_flush(struct ucx_op *op)
 {
     struct ucx_peer *p = op->peer;
+    if (has_own_put(p)) {
+        op->is_waiting = true;
+        op->n_left++;
+    }
+    if (p->is_all_mapped) return; /* that was all */
     struct ucx_flush *f = td_calloc(1, sizeof *f);
     if (f == NULL) {
         op->status = TD_E_NO_MEMORY;
         return;
-    }
-    if (has_emulated_put(p)) {
-        op->is_waiting = true;
-        op->n_left++;
     }
     *f = (struct ucx_flush){p, op};
     op->flush = f;
@@ -170,6 +180,8 @@ void td_ucx_wire_post(struct ucx_op *op)
     case UCX_PUT:
         if (is_emulated_put(op))
             td_ucx_emulate_put(op);
+        else if (p->pools[op->pool].here != NULL)
+            td_ucx_mapped_put(op);
         else
             post_put(op, &param);
         break;

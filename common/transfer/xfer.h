@@ -4,7 +4,8 @@
  * Words: a *pool* is registered memory that peers may write; a *peer* is the way to one life of another process, made
  * from that process's address; a *put* writes segments into a peer's pool; a *flush* tells when all earlier puts to
  * that peer are visible there; a *message* is a small active message that arrives in order with other messages, but not
- * with puts: flush first.
+ * with puts: flush first. A peer's pool may be *mapped*, its memory reachable here by address: puts there are stores of
+ * ours, on a device one kernel a put, and messages go another way.
  *
  * Threads: every function here is called on the loop thread, every callback runs on the loop thread; a thread of the
  * transfer's own drives the network. open, destroy and the pool and peer_open functions may wait for that thread
@@ -28,6 +29,7 @@
 #include "common/base/status.h"
 #include "common/loop/loop.h"
 
+struct td_device;
 struct td_xfer;
 struct td_xfer_pool;
 struct td_xfer_peer;
@@ -72,10 +74,12 @@ struct td_xfer_handlers {
 };
 
 struct td_xfer_options {
-    const char *transport; /* "ucx" | "memory"; for td_xfer_find */
-    uint64_t incarnation;  /* ours: goes with every message, so that the receiver knows who speaks */
-    const char *tls;       /* UCX_TLS; NULL or "": shm and tcp (and cuda) as available */
-    uint32_t keepalive_ms; /* 0: 200; how soon a dead peer is noticed on shared memory where nothing tells sooner */
+    const char *transport;    /* "ucx" | "memory"; for td_xfer_find */
+    uint64_t incarnation;     /* ours: goes with every message, so that the receiver knows who speaks */
+    const char *tls;          /* UCX_TLS; NULL or "": shm and tcp (and cuda) as available */
+    struct td_device *device; /* the one that pools may lie on; outlives the transfer. NULL: none */
+    bool is_mapping_off;      /* UCX's puts also where a peer's memory is mapped here */
+    uint32_t keepalive_ms;    /* 0: 200; how soon a dead peer is noticed on shared memory where nothing tells sooner */
 };
 
 /* What this process's end has seen; counters since open. */
@@ -127,8 +131,8 @@ struct td_xfer_ops {
     enum td_status (*flush)(struct td_xfer_peer *p, struct td_xfer_req *req);
     /* data is copied; loss shows in on_lost. BUSY: 64 MiB of messages wait for this peer to read. */
     enum td_status (*send)(struct td_xfer_peer *p, uint8_t id, const void *data, size_t n);
-    /* Name of the transport that puts to this peer's first pool use ("posix", "sysv", "tcp", "cuda_ipc", "memory"); "?"
-     * without pools. */
+    /* How puts to this peer's first pool go: a transport of UCX's ("posix", "sysv", "tcp", "cuda_ipc"), with " mapped"
+     * behind it where they are stores of ours; "memory"; "?" without pools. */
     const char *(*peer_transport)(struct td_xfer_peer *p);
     /* Puts into all of its pools need nothing of its processor. false: emulated in software there; done is as late as
      * flush. */

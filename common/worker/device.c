@@ -13,6 +13,8 @@
 #include "common/worker/worker.h"
 #include "kernels/device.h"
 
+#define DRIVER_BLOCK ((size_t)2 << 20)
+
 enum td_status td_worker_check_device(const struct td_config *c, struct td_err *err)
 {
     if (strcmp(c->device, "cpu") == 0)
@@ -92,7 +94,8 @@ enum td_status td_worker_create_pools(struct td_worker *w, struct td_err *err)
     if (w->device == NULL || st != TD_OK) return st;
     for (int g = 0; st == TD_OK && g < TD_KV_N_GROUPS; g++) {
         size_t n = td_kv_pool_bytes(&w->kv_layout[g]);
-        st = td_device_alloc(w->device, n, &w->kv_base[g]);
+        /* Alone in its blocks of the driver's: a peer that maps one pool must not have mapped the other with it. */
+        st = td_device_alloc(w->device, (n + DRIVER_BLOCK - 1) / DRIVER_BLOCK * DRIVER_BLOCK, &w->kv_base[g]);
         if (st != TD_OK)
             return td_err_set(err, st, "--kv-bytes: the GPU has no %zu bytes left for a KV pool: %s", n,
                               td_device_last_error(w->device));

@@ -140,6 +140,8 @@ enum td_status td_worker_open_transfer(struct td_worker *w, const struct td_xfer
     struct td_xfer_options o = {.transport = w->xfer_ops->name,
                                 .incarnation = w->incarnation,
                                 .tls = w->cfg.ucx_tls,
+                                .device = w->device,
+                                .is_mapping_off = !w->cfg.xfer_mapped,
                                 .keepalive_ms = w->cfg.xfer_keepalive};
     enum td_status st = w->xfer_ops->open(w->loop, &o, h, user, &w->xfer, err);
     if (st == TD_OK) st = td_worker_create_pools(w, err);

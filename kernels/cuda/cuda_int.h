@@ -19,7 +19,7 @@ extern "C" {
 
 /* Attention over single rows keeps partial results of sequences that several blocks share. */
 #define TD_CUDA_PART_FLOATS (8u * 64u + 16u)
-#define TD_CUDA_PART_BLOCKS 3 /* thread blocks a multiprocessor that leave parts */
+#define TD_CUDA_PART_BLOCKS 3          /* thread blocks a multiprocessor that leave parts */
 #define TD_CUDA_MAX_UNITS   (1u << 16) /* sequences x KV heads of a batch */
 
 struct td_cuda_device {
@@ -34,6 +34,7 @@ struct td_cuda_device {
 struct td_cuda_stream {
     struct td_stream base;
     cudaStream_t s;
+    cudaEvent_t event;  /* where another stream has come, for follow */
     float *parts;       /* [2 * max blocks][TD_CUDA_PART_FLOATS] */
     uint32_t *counters; /* [TD_CUDA_MAX_UNITS], zero between launches */
     int n_sms;
@@ -69,6 +70,8 @@ enum td_status td_cuda_attn_prefill(struct td_cuda_stream *s, const struct td_at
 /* Sequence seq's FP8 pages into a->scratch as bf16, block first_block first. UNSUPPORTED: the scratch is too small. */
 enum td_status td_cuda_widen_kv(struct td_cuda_stream *s, const struct td_attention_args *a, uint32_t seq);
 enum td_status td_cuda_attn_decode(struct td_cuda_stream *s, const struct td_attention_args *a);
+
+enum td_status td_cuda_scatter(struct td_stream *s, const struct td_piece *pieces, uint32_t n);
 
 void td_cuda_explain(const struct td_device *d, const struct td_explain_shape *s,
                      void (*line)(void *user, const char *text), void *user);

@@ -165,6 +165,7 @@ static void cuda_stream_destroy(struct td_stream *base)
         cudaStreamSynchronize(s->s);
         cudaStreamDestroy(s->s);
     }
+    if (s->event != NULL) cudaEventDestroy(s->event);
     cudaFree(s->parts);
     cudaFree(s->counters);
     for (uint32_t i = 0; s->marks != NULL && i < TD_STREAM_MARKS; i++)
@@ -196,6 +197,43 @@ static enum td_status cuda_stream_create(struct td_device *d, uint32_t n_threads
     *out = &s->base;
     return TD_OK;
 }
+
+/* Blocks of a kernel with a higher priority come up first when room on a multiprocessor falls free. */
+static enum td_status cuda_side_stream_create(struct td_device *d, struct td_stream **out)
+{
+    struct td_cuda_stream *s = (struct td_cuda_stream *)calloc(1, sizeof *s);
+    if (s == NULL) return TD_E_NO_MEMORY;
+    s->base.device = d;
+    s->n_sms = td_cuda_device_of(d)->n_sms;
+    int lowest, highest;
+    cudaError_t e = use(d);
+    if (e == cudaSuccess) e = cudaDeviceGetStreamPriorityRange(&lowest, &highest);
+    if (e == cudaSuccess) e = cudaStreamCreateWithPriority(&s->s, cudaStreamNonBlocking, highest);
+    if (e == cudaSuccess) e = cudaEventCreateWithFlags(&s->event, cudaEventDisableTiming);
+    if (e != cudaSuccess) {
+        cuda_stream_destroy(&s->base);
+        return td_cuda_status(e, "side_stream_create");
+    }
+    *out = &s->base;
+    return TD_OK;
+}
+
+/* The wait is for the event as it stands now: recording it again for the next call changes nothing. */
+static enum td_status cuda_follow(struct td_stream *base, struct td_stream *other)
+{
+    struct td_cuda_stream *s = td_cuda_stream_of(base);
+    if (s->event == NULL) return TD_E_UNSUPPORTED;
+    cudaError_t e = cudaEventRecord(s->event, td_cuda_stream_of(other)->s);
+    if (e == cudaSuccess) e = cudaStreamWaitEvent(s->s, s->event, 0);
+    return td_cuda_status(e, "follow");
+}
+
+static enum td_status cuda_call(struct td_stream *s, void (*fn)(void *arg), void *arg)
+{
+    return td_cuda_status(cudaLaunchHostFunc(td_cuda_stream_of(s)->s, fn, arg), "call");
+}
+
+static enum td_status cuda_enter(struct td_device *d) { return td_cuda_status(use(d), "enter"); }
 
 static enum td_status cuda_stream_sync(struct td_stream *s)
 {
@@ -307,6 +345,11 @@ static const struct td_backend backend = {
     .copy_in = cuda_copy_in,
     .copy_out = cuda_copy_out,
     .copy = cuda_copy,
+    .side_stream_create = cuda_side_stream_create,
+    .enter = cuda_enter,
+    .follow = cuda_follow,
+    .call = cuda_call,
+    .scatter = td_cuda_scatter,
     .graph_begin = cuda_graph_begin,
     .graph_end = cuda_graph_end,
     .graph_launch = cuda_graph_launch,

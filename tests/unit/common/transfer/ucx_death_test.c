@@ -38,6 +38,7 @@ static int set_up(void **state, const char *tls)
 }
 static int over_shm(void **state) { return set_up(state, "shm"); }
 static int over_any(void **state) { return set_up(state, ""); } /* as UCX chooses */
+static int over_puts(void **state) { return set_up(state, "shm puts"); }
 static int over_tcp(void **state) { return set_up(state, "tcp"); }
 static int tear_down(void **state)
 {
@@ -350,7 +351,10 @@ static void the_killed_leave_no_shared_memory_behind(void **state)
 }
 
 #define BOTH(test)                                                                                                     \
-    {#test " (shm)", test, over_shm, tear_down, NULL}, { #test " (tcp)", test, over_tcp, tear_down, NULL }
+    {#test " (shm)", test, over_shm, tear_down, NULL}, {#test " (shm, UCX's puts)", test, over_puts, tear_down, NULL}, \
+    {                                                                                                                  \
+#test " (tcp)", test, over_tcp, tear_down, NULL                                                                \
+    }
 
 #define ANY(test)                                                                                                      \
     {                                                                                                                  \

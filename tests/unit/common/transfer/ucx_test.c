@@ -25,6 +25,7 @@ static int set_up(void **state, const char *tls)
     return 0;
 }
 static int over_shm(void **state) { return set_up(state, "shm"); }
+static int over_puts(void **state) { return set_up(state, "shm puts"); }
 static int over_any(void **state) { return set_up(state, ""); } /* as UCX chooses */
 static int over_tcp(void **state) { return set_up(state, "tcp"); }
 static int tear_down(void **state)
@@ -57,8 +58,8 @@ static void puts_flush_and_message_arrive(void **state)
     assert_int_equal(r.n_bad, 0);
     assert_int_equal(r.last_id, 42);
     assert_true(r.last_from == s->p.incarnation);
-    bool is_shm = strcmp(s->tls, "tcp") != 0;
-    assert_string_equal(s->p.ops->peer_transport(s->c.peer), is_shm ? "sysv" : "tcp");
+    bool is_shm = strcmp(s->tls, "tcp") != 0, is_mapped = is_shm && strstr(s->tls, "puts") == NULL;
+    assert_string_equal(s->p.ops->peer_transport(s->c.peer), is_mapped ? "sysv mapped" : is_shm ? "sysv" : "tcp");
     assert_false(s->p.ops->peer_is_one_sided(s->c.peer)); /* not into its plain pool */
     child_connect_to_first_pool(&s->c, &s->p);
     assert_int_equal(s->p.ops->peer_is_one_sided(s->c.peer), is_shm);
@@ -371,7 +372,10 @@ static void ucx_catches_no_crash_signals(void **state)
 }
 
 #define BOTH(test)                                                                                                     \
-    {#test " (shm)", test, over_shm, tear_down, NULL}, { #test " (tcp)", test, over_tcp, tear_down, NULL }
+    {#test " (shm)", test, over_shm, tear_down, NULL}, {#test " (shm, UCX's puts)", test, over_puts, tear_down, NULL}, \
+    {                                                                                                                  \
+#test " (tcp)", test, over_tcp, tear_down, NULL                                                                \
+    }
 #define ANY(test)                                                                                                      \
     {                                                                                                                  \
 #test " (any)", test, over_any, tear_down, NULL                                                                \

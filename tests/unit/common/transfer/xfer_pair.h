@@ -61,6 +61,8 @@ static inline void pair_fill(void *p, size_t n, uint64_t seed)
     }
 }
 
+static struct td_device *pair_device; /* of ends opened from now on; children have none */
+
 /* --- one end, in either process ------------------------------------------------------------------------------------
  */
 struct pair {
@@ -105,14 +107,24 @@ static void pair_on_lost(struct td_xfer *x, struct td_xfer_peer *peer, uint64_t 
     p->n_open_at_loss = p->n_open_requests;
 }
 
-static enum td_status pair_open(struct pair *p, const char *tls, struct td_err *err)
+/* tls: UCX's transports; " puts" behind them: no mapping. */
+static enum td_status pair_open(struct pair *p, const char *tls_and_how, struct td_err *err)
 {
+    char tls[64];
+    snprintf(tls, sizeof tls, "%s", tls_and_how);
+    char *how = strchr(tls, ' ');
+    if (how != NULL) *how++ = 0;
     memset(p, 0, sizeof *p);
     p->ops = &td_xfer_ucx;
     p->incarnation = td_rng_system();
     enum td_status st = td_loop_create(&p->loop);
     if (st != TD_OK) return st;
-    struct td_xfer_options o = {.transport = "ucx", .incarnation = p->incarnation, .tls = tls, .keepalive_ms = 100};
+    struct td_xfer_options o = {.transport = "ucx",
+                                .incarnation = p->incarnation,
+                                .tls = tls,
+                                .keepalive_ms = 100,
+                                .device = pair_device,
+                                .is_mapping_off = how != NULL};
     struct td_xfer_handlers h = {pair_on_message, pair_on_lost};
     st = p->ops->open(p->loop, &o, &h, p, &p->x, err);
     if (st != TD_OK) return st;
