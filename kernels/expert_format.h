@@ -72,6 +72,16 @@ TD_BOTH_SIDES uint32_t td_expert_row(enum td_row_order order, uint32_t p)
     return order == TD_ROWS_GATE_UP ? 2 * (p / 16 * 8 + p % 8) + p % 16 / 8 : p;
 }
 
+/* The units of an expert that rank `rank` of n_ranks has: an even share, or, since MXFP4 keeps whole groups, shares
+ * that differ by one group where an even one would cut some. */
+TD_BOTH_SIDES void td_expert_slice(enum td_expert_form form, uint32_t intermediate, uint32_t n_ranks, uint32_t rank,
+                                   uint32_t *first, uint32_t *n_units)
+{
+    const uint32_t step = form == TD_EXPERTS_MXFP4 ? TD_X_GROUP : 8, n = intermediate / step, more = n % n_ranks;
+    *first = (rank * (n / n_ranks) + (rank < more ? rank : more)) * step;
+    *n_units = (n / n_ranks + (rank < more)) * step;
+}
+
 /* ---- elements of a stored matrix ---- */
 
 /* An FP4 code's magnitude. */

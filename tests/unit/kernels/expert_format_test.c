@@ -194,6 +194,31 @@ static void columns_that_cut_a_group_fit_fp8_only(void **state)
     free_stored(&m);
 }
 
+static void ranks_take_even_slices_or_whole_groups(void **state)
+{
+    (void)state;
+    static const struct {
+        enum td_expert_form form;
+        uint32_t n_ranks, units[8];
+    } rows[] = {{TD_EXPERTS_FP8, 2, {1440, 1440}},
+                {TD_EXPERTS_FP8, 4, {720, 720, 720, 720}},
+                {TD_EXPERTS_FP8, 8, {360, 360, 360, 360, 360, 360, 360, 360}},
+                {TD_EXPERTS_MXFP4, 2, {1440, 1440}},
+                {TD_EXPERTS_MXFP4, 4, {736, 736, 704, 704}},
+                {TD_EXPERTS_MXFP4, 8, {384, 384, 352, 352, 352, 352, 352, 352}}};
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        uint32_t at = 0;
+        for (uint32_t r = 0; r < rows[i].n_ranks; r++) {
+            uint32_t first, n;
+            td_expert_slice(rows[i].form, 2880, rows[i].n_ranks, r, &first, &n);
+            assert_int_equal(first, at);
+            assert_int_equal(n, rows[i].units[r]);
+            at += n;
+        }
+        assert_int_equal(at, 2880);
+    }
+}
+
 static void gate_and_up_of_a_unit_lie_eight_rows_apart(void **state)
 {
     (void)state;
@@ -365,6 +390,7 @@ int main(void)
         cmocka_unit_test(both_forms_hold_every_element_exactly),
         cmocka_unit_test(a_window_of_rows_and_columns_is_what_a_rank_holds),
         cmocka_unit_test(columns_that_cut_a_group_fit_fp8_only),
+        cmocka_unit_test(ranks_take_even_slices_or_whole_groups),
         cmocka_unit_test(gate_and_up_of_a_unit_lie_eight_rows_apart),
         cmocka_unit_test(a_spread_of_fourteen_is_exact_and_one_of_fifteen_is_counted),
         cmocka_unit_test(every_pair_of_codes_at_extreme_scales_is_exact_or_refused),
