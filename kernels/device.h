@@ -15,13 +15,14 @@ struct td_device;
 struct td_stream;
 
 /* How a device holds routed experts. BF16: every device, exact. FP8: E4M3 with a power-of-two scale a tile of 128 x
- * 128. MXFP4: as released, widened while computing. Both take E4M3 activations. */
+ * 128. MXFP4: as released, widened while computing. Both take E4M3 activations, unless asked for bf16. */
 enum td_expert_form { TD_EXPERTS_BF16, TD_EXPERTS_FP8, TD_EXPERTS_MXFP4 };
 
 struct td_device_options {
     const char *backend; /* NULL or "cpu"; "cuda" is a plug-in */
     uint32_t index;      /* of several devices of one kind */
     enum td_expert_form experts;
+    bool has_bf16_activations; /* of experts in FP8 or MXFP4, instead of E4M3: more exact, slower */
     const char
         *cpu_path; /* NULL: the best this processor has; "scalar", "avx2", "avx512" (tests: all give the same bits) */
     bool is_batch_invariant; /* rows do not depend on their company, bit for bit (args.h); the CPU's never do */

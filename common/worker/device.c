@@ -17,13 +17,14 @@
 
 enum td_status td_worker_check_device(const struct td_config *c, struct td_err *err)
 {
+    if (strcmp(c->moe_activations, "bf16") == 0 && strcmp(c->moe_weights, "bf16") == 0)
+        return td_err_set(err, TD_E_BAD_CONFIG,
+                          "--moe-activations: \"bf16\" is for --moe-weights fp8 or mxfp4; those in bf16 have no other");
     if (strcmp(c->device, "cpu") == 0)
         return strcmp(c->moe_weights, "bf16") == 0
                    ? TD_OK
                    : td_err_set(err, TD_E_BAD_CONFIG,
                                 "--moe-weights: \"%s\" needs --device cuda; on the CPU they are bf16", c->moe_weights);
-    if (c->batch_invariant && strcmp(c->moe_weights, "bf16") != 0)
-        return td_err_set(err, TD_E_BAD_CONFIG, "--batch-invariant: works with --moe-weights bf16 only");
     if (c->tp != 1)
         return td_err_set(err, TD_E_BAD_CONFIG, "--tp: %u ranks need a GPU each; with --device %s only 1 works", c->tp,
                           c->device);
@@ -39,6 +40,7 @@ enum td_status td_worker_open_device(struct td_worker *w, struct td_err *err)
     if (strcmp(w->cfg.device, "cpu") == 0) return TD_OK; /* the model opens its own */
     struct td_device_options o = {
         .backend = w->cfg.device, .index = w->cfg.gpu, .is_batch_invariant = w->cfg.batch_invariant};
+    o.has_bf16_activations = strcmp(w->cfg.moe_activations, "bf16") == 0;
     if (strcmp(w->cfg.moe_weights, "fp8") == 0) o.experts = TD_EXPERTS_FP8;
     if (strcmp(w->cfg.moe_weights, "mxfp4") == 0) o.experts = TD_EXPERTS_MXFP4;
     enum td_status st = td_device_open(&o, &w->device, err);

@@ -114,8 +114,9 @@ enum td_status td_worker_lay_out_kv(struct td_worker *w, uint32_t n_sliding, str
     for (int g = 0; g < TD_KV_N_GROUPS; g++) w->kv_layout[g].n_heads /= w->cfg.tp;
     if (st == TD_OK) st = choose_context(w, err);
     if (st != TD_OK) return st;
-    /* Experts in FP8 and in MXFP4 on a GPU give the same products, and other ones than exact arithmetic. */
-    bool is_exact = strcmp(w->cfg.moe_weights, "bf16") == 0;
+    /* Experts in FP8 and in MXFP4 on a GPU give the same products, and with FP8 activations other ones than exact
+     * arithmetic. */
+    bool is_exact = strcmp(w->cfg.moe_weights, "bf16") == 0 || strcmp(w->cfg.moe_activations, "bf16") == 0;
     td_peer_layout_of(c, td_model_fingerprint(w->model),
                       !is_exact     ? "fp8"
                       : c->is_mxfp4 ? "mxfp4"

@@ -26,7 +26,7 @@ struct td_cuda_device {
     struct td_device base;
     int index, n_sms;
     enum td_expert_form experts;
-    bool is_batch_invariant;
+    bool is_batch_invariant, has_bf16_activations;
     cudaStream_t copies;             /* of td_device_upload and download */
     unsigned long long *n_saturated; /* in host memory that kernels reach */
 };
@@ -81,9 +81,15 @@ enum td_status td_cuda_sample_filtered(cudaStream_t s, const struct td_sample_ar
 
 /* Scratch of moe. */
 size_t td_cuda_moe_scratch_bytes(const struct td_scratch_shape *s);
-size_t td_cuda_moe_fp8_scratch_bytes(const struct td_scratch_shape *s);
+size_t td_cuda_moe_fp8_scratch_bytes(const struct td_cuda_device *d, const struct td_scratch_shape *s);
 /* moe and pack_weight for experts in FP8 or MXFP4. */
 enum td_status td_cuda_moe_fp8(struct td_cuda_stream *s, enum td_expert_form form, const struct td_moe_args *a);
+/* The products with bf16 activations, once slots are sorted. begin: this rank's first expert. */
+struct moe_scratch;
+struct td_expert_layout;
+enum td_status td_cuda_moe_bf16_products(const struct td_cuda_stream *s, const struct td_moe_args *a,
+                                         const struct moe_scratch *z, const struct td_expert_layout *up,
+                                         const struct td_expert_layout *down, uint32_t begin);
 enum td_status td_cuda_pack_expert(struct td_stream *s, enum td_expert_form form, const struct td_pack_weight_args *a);
 
 #define X(op, meaning) enum td_status td_cuda_##op(struct td_stream *s, const struct td_##op##_args *a);

@@ -52,6 +52,7 @@ static enum td_status cuda_open(const struct td_device_options *o, struct td_dev
     d->n_sms = p.multiProcessorCount;
     d->experts = o->experts;
     d->is_batch_invariant = o->is_batch_invariant;
+    d->has_bf16_activations = o->has_bf16_activations;
     if (cudaHostAlloc((void **)&d->n_saturated, sizeof *d->n_saturated, cudaHostAllocMapped) != cudaSuccess) {
         cuda_close(&d->base);
         return td_cuda_err(err, TD_E_NO_MEMORY, "device \"cuda\": no pinned host memory");
@@ -150,8 +151,8 @@ static size_t cuda_packed_bytes(const struct td_device *d, uint32_t n_out, uint3
 
 static size_t cuda_scratch_bytes(const struct td_device *d, const struct td_scratch_shape *s)
 {
-    enum td_expert_form form = ((const struct td_cuda_device *)(const void *)d)->experts;
-    size_t moe = form == TD_EXPERTS_BF16 ? td_cuda_moe_scratch_bytes(s) : td_cuda_moe_fp8_scratch_bytes(s),
+    const struct td_cuda_device *c = (const struct td_cuda_device *)(const void *)d;
+    size_t moe = c->experts == TD_EXPERTS_BF16 ? td_cuda_moe_scratch_bytes(s) : td_cuda_moe_fp8_scratch_bytes(c, s),
            widened = 2 * s->fp8_kv_bytes;
     return moe > widened ? moe : widened;
 }

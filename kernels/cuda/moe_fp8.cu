@@ -21,12 +21,22 @@ static uint32_t pieces_for(uint32_t items, uint32_t k_tiles, uint32_t n_sms, siz
 
 /* ---- scratch ---- */
 
+static struct moe_scratch lay_out(char *base, const struct td_cuda_device *d, uint32_t n_rows, uint32_t top_k,
+                                  uint32_t n_experts, uint32_t hidden, uint32_t intermediate)
+{
+    if (d->has_bf16_activations)
+        return moe_lay_out_bf16(base, d->is_batch_invariant, n_rows, top_k, n_experts, hidden, intermediate);
+    if (d->is_batch_invariant)
+        return moe_lay_out_tiles(base, MOE_FIXED_TILE, n_rows, top_k, n_experts, hidden, intermediate);
+    return moe_lay_out(base, n_rows, top_k, n_experts, hidden, intermediate);
+}
+
 /* The largest over all batches up to the largest: a smaller one may have tiles that are emptier. */
-size_t td_cuda_moe_fp8_scratch_bytes(const struct td_scratch_shape *s)
+size_t td_cuda_moe_fp8_scratch_bytes(const struct td_cuda_device *d, const struct td_scratch_shape *s)
 {
     size_t most = 0;
     for (uint32_t n = 1; n <= s->n_rows; n = n < 1024 || n == s->n_rows ? n + 1 : td_min_u32(n + n / 64, s->n_rows)) {
-        size_t bytes = moe_lay_out(NULL, n, s->top_k, s->n_experts, s->hidden, s->intermediate).bytes;
+        size_t bytes = lay_out(NULL, d, n, s->top_k, s->n_experts, s->hidden, s->intermediate).bytes;
         if (bytes > most) most = bytes;
     }
     /* Between the steps of the loop above. */
@@ -257,7 +267,7 @@ static enum td_status route_rows(const struct td_cuda_stream *s, const struct td
 {
     uint32_t slots = a->n_rows * a->top_k;
     cudaError_t e;
-    if (a->n_rows <= MOE_FEW_ROWS && slots <= MOE_FEW_SLOTS && a->n_experts <= 128) {
+    if (!s->is_batch_invariant && a->n_rows <= MOE_FEW_ROWS && slots <= MOE_FEW_SLOTS && a->n_experts <= 128) {
         e = launch(router_slices, dim3(td_ceil_div(a->n_rows, 16), MOE_ROUTER_SLICES),
                    td_ceil_div(a->n_experts, 8) * 32, 0, s->s, (const td_bf16 *)a->x,
                    (const td_bf16 *)a->router.data, a->n_rows, a->n_experts, a->hidden, z->logits);
@@ -313,9 +323,11 @@ enum td_status td_cuda_moe_fp8(struct td_cuda_stream *s, enum td_expert_form for
         n != n_down)
         return TD_E_UNSUPPORTED;
     if (a->n_rows == 0) return TD_OK;
-    struct moe_scratch z = moe_lay_out((char *)a->scratch, a->n_rows, a->top_k, a->n_experts, a->hidden, a->intermediate);
+    const struct td_cuda_device *d = td_cuda_device_of(s->base.device);
+    struct moe_scratch z = lay_out((char *)a->scratch, d, a->n_rows, a->top_k, a->n_experts, a->hidden, a->intermediate);
     enum td_status st = route_rows(s, a, &z, begin, n);
     if (st != TD_OK || n == 0) return st;
+    if (d->has_bf16_activations) return td_cuda_moe_bf16_products(s, a, &z, &up, &down, begin);
 
     const uint32_t rows = z.n_tiles * z.tile_rows;
     cudaError_t e = launch(quantise<td_bf16>, quant_grid(rows, up.k_tiles), QUANT_THREADS, 0, s->s, (const td_bf16 *)a->x, z.sorted, a->top_k,

@@ -28,6 +28,9 @@ struct moe_scratch {
 };
 
 #define MOE_SMALLEST_TILE 8u
+#define MOE_FIXED_TILE    64u /* of every batch, where rows must not depend on their company */
+#define MOE_BF16_FEW      16u /* the two tiles of bf16 activations */
+#define MOE_BF16_MANY     64u
 #define MOE_FEW_ROWS      128u /* and up to MOE_FEW_SLOTS slots: one block routes and sorts */
 #define MOE_FEW_SLOTS     1024u
 #define MOE_ROUTER_SLICES 18u /* of k, whose logits it adds */
@@ -60,13 +63,13 @@ static inline void *moe_take(char *base, size_t *at, size_t bytes)
     return p;
 }
 
-static inline struct moe_scratch moe_lay_out(char *base, uint32_t n_rows, uint32_t top_k, uint32_t n_experts,
-                                             uint32_t hidden, uint32_t intermediate)
+static inline struct moe_scratch moe_lay_out_tiles(char *base, uint32_t tile_rows, uint32_t n_rows, uint32_t top_k,
+                                                   uint32_t n_experts, uint32_t hidden, uint32_t intermediate)
 {
     struct moe_scratch z;
     uint32_t slots = n_rows * top_k, wide = TD_X_ROUND(2 * intermediate > hidden ? 2 * intermediate : hidden, 16u);
     size_t at = 0, kh = (hidden + TD_XT - 1) / TD_XT, ki = (intermediate + TD_XT - 1) / TD_XT;
-    z.tile_rows = moe_tile_rows(n_rows, top_k, n_experts);
+    z.tile_rows = tile_rows;
     z.n_tiles = moe_tiles_max(slots, n_experts, z.tile_rows);
     bool is_small = z.tile_rows == MOE_SMALLEST_TILE;
     size_t rows = (size_t)z.n_tiles * z.tile_rows, one_piece = rows * wide * sizeof(float);
@@ -81,6 +84,35 @@ static inline struct moe_scratch moe_lay_out(char *base, uint32_t n_rows, uint32
     z.sorted.tiles = (struct slot_tile *)moe_take(base, &at, z.n_tiles * sizeof(struct slot_tile));
     z.sorted.n_tiles = (uint32_t *)moe_take(base, &at, sizeof(uint32_t));
     z.parts = (float *)moe_take(base, &at, !is_small ? 0 : one_piece > MOE_PARTS_BYTES ? one_piece : MOE_PARTS_BYTES);
+    z.bytes = at;
+    return z;
+}
+
+static inline struct moe_scratch moe_lay_out(char *base, uint32_t n_rows, uint32_t top_k, uint32_t n_experts,
+                                             uint32_t hidden, uint32_t intermediate)
+{
+    return moe_lay_out_tiles(base, moe_tile_rows(n_rows, top_k, n_experts), n_rows, top_k, n_experts, hidden,
+                             intermediate);
+}
+
+/* With bf16 activations: x and u_codes are bf16, [tiles][2 k_tiles][tile_rows][64], as moe_bf16.cu says; the rest that
+ * belongs to FP8 is not there. */
+static inline struct moe_scratch moe_lay_out_bf16(char *base, bool is_fixed, uint32_t n_rows, uint32_t top_k,
+                                                  uint32_t n_experts, uint32_t hidden, uint32_t intermediate)
+{
+    struct moe_scratch z;
+    size_t at = 0, kh = (hidden + TD_XT - 1) / TD_XT, ki = (intermediate + TD_XT - 1) / TD_XT;
+    memset(&z, 0, sizeof z);
+    z.tile_rows = !is_fixed && moe_tile_rows(n_rows, top_k, n_experts) <= MOE_BF16_FEW ? MOE_BF16_FEW : MOE_BF16_MANY;
+    z.n_tiles = moe_tiles_max(n_rows * top_k, n_experts, z.tile_rows);
+    size_t rows = (size_t)z.n_tiles * z.tile_rows;
+    z.x = (uint8_t *)moe_take(base, &at, rows * kh * TD_XT * 2);
+    z.u_codes = (uint8_t *)moe_take(base, &at, rows * ki * TD_XT * 2);
+    z.logits = (float *)moe_take(
+        base, &at, (size_t)n_rows * n_experts * sizeof(float) * (n_rows > MOE_FEW_ROWS ? 1 : MOE_ROUTER_SLICES));
+    z.sorted.slot_of = (uint32_t *)moe_take(base, &at, rows * sizeof(uint32_t));
+    z.sorted.tiles = (struct slot_tile *)moe_take(base, &at, z.n_tiles * sizeof(struct slot_tile));
+    z.sorted.n_tiles = (uint32_t *)moe_take(base, &at, sizeof(uint32_t));
     z.bytes = at;
     return z;
 }

@@ -68,6 +68,12 @@ def test_what_a_gpu_cannot_do_is_refused_by_name(role, flags, named):
     assert out.returncode > 0 and named in out.stderr and "cuda" in out.stderr
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_bf16_activations_are_for_experts_in_fewer_bits(device):
+    out = run("decode", "--model", str(MODEL), "--device", device, "--moe-activations", "bf16")
+    assert out.returncode > 0 and "--moe-activations" in out.stderr and "--moe-weights" in out.stderr
+
+
 def test_flags_of_another_daemon_are_refused():
     out = run("router", "--model", str(MODEL), "--kv-dtype", "f32")
     assert out.returncode > 0 and "--kv-dtype" in out.stderr
