@@ -15,6 +15,7 @@ enum { DIM = 2880, K = 4, MAX_E = 128, MOST_ROWS = 8192, TURNS = 8 };
 
 struct layer {
     enum td_expert_form form;
+    bool is_bf16; /* its activations, of experts in fewer bits */
     uint32_t n_experts;
     struct td_weight up[MAX_E], down[MAX_E];
     void *up_data, *up_bias, *down_data, *router, *router_bias, *x, *ids, *weights, *y, *scratch;
@@ -168,12 +169,12 @@ static void time_experts(struct pair *p, const struct layer *l, uint32_t n_rows,
     static const char *const names[] = {"bf16", "fp8", "mxfp4"};
     static const double bytes_of[] = {49766400.0, 24883200.0, 13219200.0};
     const double bytes_each = bytes_of[l->form],
-                 rate = l->form == TD_EXPERTS_BF16 ? TD_BENCH_BF16_FLOPS : TD_BENCH_FP8_FLOPS;
+                 rate = l->form == TD_EXPERTS_BF16 || l->is_bf16 ? TD_BENCH_BF16_FLOPS : TD_BENCH_FP8_FLOPS;
     struct run r = {.l = l, .n_rows = n_rows};
     const uint32_t turns = n_rows <= 128 ? TURNS : 1, n = n_rows <= 128 ? 3 * turns : 2;
     char what[96];
-    snprintf(what, sizeof what, "%s experts, %u%s, %u rows", names[l->form], l->n_experts, is_skewed ? ", skewed" : "",
-             n_rows);
+    snprintf(what, sizeof what, "%s experts, %u%s%s, %u rows", names[l->form], l->n_experts,
+             l->is_bf16 ? ", bf16 activations" : "", is_skewed ? ", skewed" : "", n_rows);
     if (!is_wanted(what)) return;
     double touched, fullest;
     look(p, &r, turns, &touched, &fullest);
@@ -202,24 +203,37 @@ static void time_routing(struct pair *p, const struct layer *l, uint32_t n_rows)
     td_bench_row_bytes(what, s, (double)n_rows * DIM * 2 + (double)l->n_experts * DIM * 2 + (double)n_rows * K * DIM);
 }
 
-void td_bench_experts(bool is_batch_invariant)
+/* Random routing, and skewed unless a mode alone is timed. */
+static void bench_form(const struct td_device_options *o, uint32_t n_experts, bool is_one_routing)
 {
     static const uint32_t rows[] = {1, 8, 32, 128, 2048, 8192};
+    struct pair p;
+    struct layer l;
+    if (!pair_open_as(&p, o)) return;
+    open_layer(&p, &l, o->experts, n_experts);
+    l.is_bf16 = o->has_bf16_activations;
+    for (int is_skewed = 0; is_skewed < (is_one_routing ? 1 : 2); is_skewed++) {
+        route(&p, &l, is_skewed);
+        for (size_t k = 0; k < COUNT(rows); k++) time_experts(&p, &l, rows[k], is_skewed);
+        if (is_skewed || l.is_bf16 || l.form != TD_EXPERTS_FP8) continue;
+        time_routing(&p, &l, 128);
+        time_routing(&p, &l, 8192);
+    }
+    close_layer(&p, &l);
+    pair_close(&p);
+}
+
+void td_bench_experts(bool is_batch_invariant)
+{
+    struct td_device_options o = {.backend = "cuda", .is_batch_invariant = is_batch_invariant};
     for (uint32_t n_experts = 32; n_experts <= (is_batch_invariant ? 32 : 128); n_experts *= 4)
         for (int form = n_experts == 32 ? TD_EXPERTS_BF16 : TD_EXPERTS_FP8; form <= TD_EXPERTS_MXFP4; form++) {
-            struct pair p;
-            struct layer l;
-            struct td_device_options o = {.backend = "cuda", .experts = form, .is_batch_invariant = is_batch_invariant};
-            if (!pair_open_as(&p, &o)) return;
-            open_layer(&p, &l, form, n_experts);
-            for (int is_skewed = 0; is_skewed < 2 - is_batch_invariant; is_skewed++) {
-                route(&p, &l, is_skewed);
-                for (size_t k = 0; k < COUNT(rows); k++) time_experts(&p, &l, rows[k], is_skewed);
-                if (is_skewed || form != TD_EXPERTS_FP8) continue;
-                time_routing(&p, &l, 128);
-                time_routing(&p, &l, 8192);
-            }
-            close_layer(&p, &l);
-            pair_close(&p);
+            o.experts = form;
+            bench_form(&o, n_experts, is_batch_invariant);
         }
+    o.has_bf16_activations = true;
+    for (int form = TD_EXPERTS_FP8; form <= TD_EXPERTS_MXFP4 && !is_batch_invariant; form++) {
+        o.experts = form;
+        bench_form(&o, 32, true);
+    }
 }
