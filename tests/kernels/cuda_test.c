@@ -11,6 +11,7 @@
 #include "tests/kernels/golden.h"
 #include "tests/kernels/invariance.h"
 #include "tests/kernels/pair.h"
+#include "tests/kernels/planted.h"
 #include "tests/kernels/traps.h"
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
@@ -227,9 +228,8 @@ static void check_qkv(struct pair *p, struct kv_shape k, uint32_t hidden, uint32
     if (off > p->worst) p->worst = off;
     p->n_checks++;
     if (n_wrong != 0 || n_written != expected || !(off <= 1)) {
-        printf("  qkv: pages of %u rows: %zu places wrong, %zu of %zu written, off by %.3g of the allowance\n", n_rows,
-               n_wrong, n_written, expected, off);
-        p->n_failed++;
+        pair_fail(p, "qkv: pages of %u rows: %zu places wrong, %zu of %zu written, off by %.3g of the allowance",
+                  n_rows, n_wrong, n_written, expected, off);
     }
     free(have);
     free(pos);
@@ -349,7 +349,8 @@ enum trap {
     SINK_TWICE,
     SCALE_TWICE,
     LAYER_OTHER,
-    N_TRAPS
+    N_TRAPS,
+    PLANTED /* in the device code: everything is there for it, and the comparison is the usual one */
 };
 static const char *const trap_names[N_TRAPS] = {
     "",         "window 129",         "window 127",          "no window",           "no sink",
@@ -486,14 +487,14 @@ static void check_attention_of(struct pair *p, struct kv_shape k, uint32_t windo
     g.q = (float *)(void *)q.gpu, g.kv.pool = kv.gpu, g.seqs = (struct td_seq_rows *)(void *)sq.gpu;
     g.seqs_host = seqs, g.scratch = scratch.gpu, g.scratch_bytes = scratch.n;
     g.pages = (uint32_t *)(void *)pg.gpu, g.sinks = (float *)(void *)sk.gpu, g.out = (float *)(void *)out.gpu;
-    if (trap != NO_TRAP) {
+    if (trap != NO_TRAP && trap != PLANTED) {
         set_trap(trap, &g, sinks, k.n_heads);
         if (td_device_upload(p->gpu, sk.gpu, sinks, k.n_heads * sizeof *sinks) != TD_OK) exit(1);
     }
     pair_status(p, p->cpu_ops->attention(p->cpu_stream, &a), p->gpu_ops->attention(p->gpu_stream, &g), "attention");
     snprintf(what, sizeof what, "attention %s, %u:%u heads, window %u, pages of %u%s", name, k.n_heads, k.n_kv_heads,
              window, k.page_tokens, k.is_fp8 ? ", FP8" : "");
-    if (trap != NO_TRAP)
+    if (trap != NO_TRAP && trap != PLANTED)
         pair_differs(p, &out, 64, 5e-3, trap_names[trap], what);
     else if (strncmp(name, "float64", 7) == 0) {
         oracle(&a, list, n);
@@ -566,6 +567,50 @@ static void check_traps(struct pair *p)
         for (uint32_t rows = 5; rows <= 100; rows += 95) check_moe(p, (struct moe_shape){288, 320, 8, rows, 0, 0}, t);
 }
 
+/* The check that must see a mistake planted in the device code. */
+static bool run_planted(void *user, const char *name)
+{
+    static const struct seq single[] = {{126, 1}, {127, 1}, {128, 1}, {300, 1}, {4000, 1}},
+                            prompt[] = {{0, 300}, {100, 150}};
+    static const struct kv_shape heads = {64, 8, 64, 0};
+    struct pair *p = user;
+    if (strcmp(name, "rope") == 0)
+        check_rotation_traps(p);
+    else if (strcmp(name, "qkv") == 0)
+        for (uint32_t rows = 1; rows <= 129; rows += 128)
+            check_qkv(p, (struct kv_shape){16, 8, 64, 0}, 288, rows, TD_QKV_Q | TD_QKV_KV);
+    else if (strcmp(name, "decode") == 0)
+        for (uint32_t window = 0; window <= 128; window += 128)
+            check_attention_of(p, heads, window, single, COUNT(single), "of single rows", PLANTED);
+    else if (strcmp(name, "prefill") == 0)
+        for (uint32_t window = 0; window <= 128; window += 128)
+            check_attention_of(p, heads, window, prompt, COUNT(prompt), "of prompts", PLANTED);
+    else if (strcmp(name, "rows") == 0)
+        check_residual_traps(p);
+    else if (strcmp(name, "moe") == 0)
+        check_expert_traps(p);
+    else if (strcmp(name, "pack") == 0)
+        check_pack(p);
+    else
+        return false;
+    return true;
+}
+
+static void check_planted(struct pair *p)
+{
+    struct pair q;
+    uint32_t n_seen;
+    if (!pair_open_as(&q, &(struct td_device_options){.backend = PLANTED_BACKEND})) {
+        p->n_failed++;
+        return;
+    }
+    q.is_quiet = true;
+    p->n_failed += planted_run(run_planted, &q, &q.n_failed, &n_seen);
+    p->n_checks += q.n_checks;
+    printf("  mistakes planted in the device code: %u seen\n", n_seen);
+    pair_close(&q);
+}
+
 int main(int argc, char **argv)
 {
     struct pair p;
@@ -633,6 +678,10 @@ int main(int argc, char **argv)
         check_residual_traps(&p);
         check_pack(&p);
         pair_report(&p, "planted mistakes are seen");
+    }
+    if (WANTED("planted")) {
+        check_planted(&p);
+        pair_report(&p, "planted in the device code");
     }
     if (WANTED("invariant")) {
         check_invariance(&p);

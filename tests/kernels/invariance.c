@@ -252,20 +252,25 @@ static void check_model(struct pair *p)
 
 void check_invariance(struct pair *p)
 {
-    struct pair q;
-    if (!pair_open_as(&q, &(struct td_device_options){.backend = "cuda", .is_batch_invariant = true})) {
-        p->n_failed++;
-        return;
+    for (int form = TD_EXPERTS_BF16; form <= TD_EXPERTS_MXFP4; form++) {
+        struct pair q;
+        if (!pair_open_as(
+                &q, &(struct td_device_options){.backend = "cuda", .experts = form, .is_batch_invariant = true})) {
+            p->n_failed++;
+            return;
+        }
+        if (form == TD_EXPERTS_BF16) { /* those that the form changes are experts_test's */
+            check_products(&q);
+            check_experts(&q);
+            for (uint32_t window = 0; window <= 128; window += 128) {
+                check_attention(&q, 64, window, 2000);
+                check_attention(&q, 64, window, 130);
+                check_attention(&q, 16, window, 1025);
+            }
+        }
+        check_model(&q);
+        p->n_checks += q.n_checks;
+        p->n_failed += q.n_failed;
+        pair_close(&q);
     }
-    check_products(&q);
-    check_experts(&q);
-    for (uint32_t window = 0; window <= 128; window += 128) {
-        check_attention(&q, 64, window, 2000);
-        check_attention(&q, 64, window, 130);
-        check_attention(&q, 16, window, 1025);
-    }
-    check_model(&q);
-    p->n_checks += q.n_checks;
-    p->n_failed += q.n_failed;
-    pair_close(&q);
 }

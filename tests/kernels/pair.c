@@ -1,6 +1,7 @@
 #include "tests/kernels/pair.h"
 
 #include <math.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -43,6 +44,18 @@ void pair_close(struct pair *p)
     td_stream_destroy(p->gpu_stream);
     td_device_close(p->cpu);
     td_device_close(p->gpu);
+}
+
+void pair_fail(struct pair *p, const char *format, ...)
+{
+    p->n_failed++;
+    if (p->is_quiet) return;
+    va_list args;
+    va_start(args, format);
+    printf("  ");
+    vprintf(format, args);
+    printf("\n");
+    va_end(args);
 }
 
 float pair_random(struct pair *p)
@@ -192,8 +205,7 @@ static char *fetch(struct pair *p, const struct both *b, const char *what)
     p->n_checks++;
     for (size_t i = 0; i < GUARD; i++)
         if ((uint8_t)h[i] != 0xa5 || (uint8_t)h[GUARD + bytes + i] != 0xa5) {
-            printf("  %s: wrote outside its buffer, %s\n", what, (uint8_t)h[i] != 0xa5 ? "before" : "behind");
-            p->n_failed++;
+            pair_fail(p, "%s: wrote outside its buffer, %s", what, (uint8_t)h[i] != 0xa5 ? "before" : "behind");
             break;
         }
     memmove(h, h + GUARD, bytes);
@@ -239,9 +251,8 @@ void pair_compare(struct pair *p, const struct both *b, uint32_t dim, double all
     double share = measure(p, b, dim, allowed, what, &row);
     if (share > p->worst) p->worst = share;
     if (share > 1) {
-        printf("  %s: row %zu of %zu is off by %.3g of what is allowed (%.1g)\n", what, row, b->n / dim, share,
-               allowed);
-        p->n_failed++;
+        pair_fail(p, "%s: row %zu of %zu is off by %.3g of what is allowed (%.1g)", what, row, b->n / dim, share,
+                  allowed);
     }
 }
 
@@ -251,8 +262,7 @@ void pair_differs(struct pair *p, const struct both *b, uint32_t dim, double all
     size_t row;
     double share = measure(p, b, dim, allowed, what, &row);
     if (!(share > 1)) {
-        printf("  %s: a planted mistake passes: %s (%.3g of what is allowed)\n", what, mistake, share);
-        p->n_failed++;
+        pair_fail(p, "%s: a planted mistake passes: %s (%.3g of what is allowed)", what, mistake, share);
     }
 }
 
@@ -262,8 +272,7 @@ void pair_same(struct pair *p, const struct both *b, const char *what)
     size_t bytes = b->n * gpu_size(b->kind);
     for (size_t i = 0; i < bytes; i++)
         if (h[i] != ((const char *)b->cpu)[i]) {
-            printf("  %s: byte %zu of %zu differs\n", what, i, bytes);
-            p->n_failed++;
+            pair_fail(p, "%s: byte %zu of %zu differs", what, i, bytes);
             break;
         }
     free(h);
@@ -272,8 +281,7 @@ void pair_same(struct pair *p, const struct both *b, const char *what)
 void pair_status(struct pair *p, enum td_status cpu, enum td_status gpu, const char *what)
 {
     if (cpu == TD_OK && gpu == TD_OK) return;
-    printf("  %s: CPU %s, GPU %s %s\n", what, td_status_name(cpu), td_status_name(gpu), td_device_last_error(p->gpu));
-    p->n_failed++;
+    pair_fail(p, "%s: CPU %s, GPU %s %s", what, td_status_name(cpu), td_status_name(gpu), td_device_last_error(p->gpu));
 }
 
 void pair_report(struct pair *p, const char *op)

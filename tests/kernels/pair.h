@@ -30,6 +30,7 @@ struct pair {
     const struct td_ops *cpu_ops, *gpu_ops;
     uint64_t seed;
     uint32_t n_checks, n_failed;
+    bool is_quiet;        /* failures are expected: count them only */
     double worst;         /* share of the allowance, of the current op */
     struct both list[64]; /* open buffers */
     uint32_t n_list;
@@ -58,6 +59,7 @@ void pair_compare(struct pair *p, const struct both *b, uint32_t dim, double all
 void pair_differs(struct pair *p, const struct both *b, uint32_t dim, double allowed, const char *mistake,
                   const char *what);
 void pair_same(struct pair *p, const struct both *b, const char *what); /* U32, RAW: equal */
+void pair_fail(struct pair *p, const char *format, ...);                /* counts a failure and prints it */
 void pair_status(struct pair *p, enum td_status cpu, enum td_status gpu, const char *what);
 void pair_report(struct pair *p, const char *op); /* a line for the op; resets worst */
 

@@ -29,16 +29,7 @@ static float *values(struct pair *p, size_t n, float scale)
 
 enum { H = 288, I = 320, E = 8, K = 4, T = 5 };
 
-enum mistake {
-    NONE,
-    HALVES,
-    NO_PLUS_ONE,
-    CLAMP_BELOW,
-    CLAMP_AFTER,
-    SOFTMAX_OF_ALL,
-    BIAS_OUTSIDE,
-    N_MISTAKES
-};
+enum mistake { NONE, HALVES, NO_PLUS_ONE, CLAMP_BELOW, CLAMP_AFTER, SOFTMAX_OF_ALL, BIAS_OUTSIDE, N_MISTAKES };
 static const char *const mistake_names[N_MISTAKES] = {"",
                                                       "gate and up taken as halves",
                                                       "up without + 1",
@@ -119,8 +110,7 @@ static struct td_weight on_gpu(struct pair *p, const float *w, uint32_t n_out, u
     struct both b = pair_raw(p, bits, n * 2), c = {0};
     if (bias != NULL) c = pair_raw(p, bias, n_out * sizeof *bias);
     free(bits);
-    return (struct td_weight){
-        .data = b.gpu, .bias = (const float *)(const void *)c.gpu, .n_out = n_out, .n_in = n_in};
+    return (struct td_weight){.data = b.gpu, .bias = (const float *)(const void *)c.gpu, .n_out = n_out, .n_in = n_in};
 }
 
 static struct both act(struct pair *p, const float *v, size_t n)
@@ -151,8 +141,8 @@ void check_expert_traps(struct pair *p)
                                    .bias = all_up.bias + (size_t)i * 2 * I,
                                    .n_out = 2 * I,
                                    .n_in = H};
-        down[i] = (struct td_weight){
-            .data = (const uint16_t *)all_down.data + (size_t)i * H * I, .n_out = H, .n_in = I};
+        down[i] =
+            (struct td_weight){.data = (const uint16_t *)all_down.data + (size_t)i * H * I, .n_out = H, .n_in = I};
     }
     struct td_scratch_shape shape = {.n_rows = T, .top_k = K, .n_experts = E, .intermediate = I, .hidden = H};
     float ones[H];
@@ -287,8 +277,8 @@ void check_rotation_traps(struct pair *p)
                 memcpy(s9 + i * HALF, sn + i % N * HALF, HALF * sizeof *sn);
             }
             struct both in = act(p, xs, 9 * H), c = pair_raw(p, c9, sizeof c9), s = pair_raw(p, s9, sizeof s9),
-                        ps = pair_u32(p, pos, 9), pg = pair_u32(p, page, 9), pool = pair_out(p, RAW, td_kv_pool_bytes(&l)),
-                        q = pair_out(p, ACT, (size_t)n_rows * 64);
+                        ps = pair_u32(p, pos, 9), pg = pair_u32(p, page, 9),
+                        pool = pair_out(p, RAW, td_kv_pool_bytes(&l)), q = pair_out(p, ACT, (size_t)n_rows * 64);
             struct td_qkv_args g = {.x = (float *)(void *)in.gpu,
                                     .w = on_gpu(p, w, HEADS * 64, H, bias),
                                     .cos = (float *)(void *)c.gpu,
@@ -355,18 +345,13 @@ static void pack(struct pair *p, enum td_weight_source source, const void *data,
     enum td_status st = p->gpu_ops->pack_weight(p->gpu_stream, &a);
     p->n_checks++;
     if (st != expected) {
-        printf("  pack_weight: %s, not %s\n", td_status_name(st), td_status_name(expected));
-        p->n_failed++;
+        pair_fail(p, "pack_weight: %s, not %s", td_status_name(st), td_status_name(expected));
     }
-    uint32_t failed = p->n_failed;
     if (expected == TD_OK && mistake == NULL) pair_same(p, &out, "pack_weight");
     if (mistake != NULL) {
         uint16_t have[OUT * IN];
         if (td_device_download(p->gpu, have, out.gpu, sizeof have) != TD_OK) exit(1);
-        if (memcmp(have, want, sizeof have) == 0) {
-            printf("  pack_weight: a planted mistake passes: %s\n", mistake);
-            p->n_failed = failed + 1;
-        }
+        if (memcmp(have, want, sizeof have) == 0) pair_fail(p, "pack_weight: a planted mistake passes: %s", mistake);
     }
     pair_free_all(p);
 }
@@ -391,8 +376,7 @@ void check_pack(struct pair *p)
     for (uint32_t r = 0; r < OUT; r++)
         for (uint32_t c = 0; c < IN; c++) {
             uint32_t at = (r + ROW0) * LD + c + COL0;
-            want[r * IN + c] =
-                to_bf16(widened(at % 2 ? blocks[at / 2] >> 4 : blocks[at / 2] & 15, scales[at / 32]));
+            want[r * IN + c] = to_bf16(widened(at % 2 ? blocks[at / 2] >> 4 : blocks[at / 2] & 15, scales[at / 32]));
         }
     pack(p, TD_SRC_MXFP4, blocks, scales, LD, want, NULL, TD_OK);
     pack(p, TD_SRC_MXFP4, swapped, scales, LD, want, "nibbles swapped", TD_OK);
