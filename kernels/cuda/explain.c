@@ -2,6 +2,7 @@
 #include <stdio.h>
 
 #include "kernels/cuda/cuda_int.h"
+#include "kernels/cuda/moe_scratch.h"
 #include "kernels/tune/product.h"
 
 struct out {
@@ -32,6 +33,23 @@ static void product(const struct td_device *d, const struct out *o, const char *
     }
 }
 
+/* Experts in FP8 or MXFP4: both products take the same tiles. */
+static void experts(const struct td_cuda_device *c, const struct out *o, const struct td_explain_shape *s)
+{
+    static const uint32_t rows[] = {1, 8, 9, 32, 64, 65, 128, 512, 2048, 8192};
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        char text[160];
+        uint32_t tile = moe_tile_rows(rows[i], s->top_k, s->n_experts);
+        if (c->has_bf16_activations)
+            tile = moe_bf16_tile_rows(c->is_batch_invariant, rows[i], s->top_k, s->n_experts);
+        else if (c->is_batch_invariant)
+            tile = MOE_FIXED_TILE;
+        snprintf(text, sizeof text, "op=experts rows=%u kernel=%s activations=%s tile=128x%u", rows[i],
+                 c->experts == TD_EXPERTS_FP8 ? "fp8" : "mxfp4", c->has_bf16_activations ? "bf16" : "e4m3", tile);
+        o->line(o->user, text);
+    }
+}
+
 void td_cuda_explain(const struct td_device *d, const struct td_explain_shape *s,
                      void (*line)(void *user, const char *text), void *user)
 {
@@ -40,8 +58,11 @@ void td_cuda_explain(const struct td_device *d, const struct td_explain_shape *s
     product(d, &o, "qkv", (s->n_heads + 2 * s->n_kv_heads) * s->head_dim, s->hidden, false, s);
     product(d, &o, "o_proj", s->hidden, s->n_heads * s->head_dim, false, s);
     product(d, &o, "router", s->n_experts, s->hidden, false, s);
-    product(d, &o, "gate_up", 2 * s->intermediate, s->hidden, true, s);
-    product(d, &o, "down", s->hidden, s->intermediate, true, s);
+    if (c->experts == TD_EXPERTS_BF16) {
+        product(d, &o, "gate_up", 2 * s->intermediate, s->hidden, true, s);
+        product(d, &o, "down", s->hidden, s->intermediate, true, s);
+    } else
+        experts(c, &o, s);
     product(d, &o, "lm_head", s->vocab, s->hidden, false, s);
     line(user, "op=attention rows=many kernel=prefill keys=128 stages=3 warpgroups=3");
     line(user, c->is_batch_invariant

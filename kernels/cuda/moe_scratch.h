@@ -95,6 +95,11 @@ static inline struct moe_scratch moe_lay_out(char *base, uint32_t n_rows, uint32
                              intermediate);
 }
 
+static inline uint32_t moe_bf16_tile_rows(bool is_fixed, uint32_t n_rows, uint32_t top_k, uint32_t n_experts)
+{
+    return !is_fixed && moe_tile_rows(n_rows, top_k, n_experts) <= MOE_BF16_FEW ? MOE_BF16_FEW : MOE_BF16_MANY;
+}
+
 /* With bf16 activations: x and u_codes are bf16, [tiles][2 k_tiles][tile_rows][64], as moe_bf16.cu says; the rest that
  * belongs to FP8 is not there. */
 static inline struct moe_scratch moe_lay_out_bf16(char *base, bool is_fixed, uint32_t n_rows, uint32_t top_k,
@@ -103,7 +108,7 @@ static inline struct moe_scratch moe_lay_out_bf16(char *base, bool is_fixed, uin
     struct moe_scratch z;
     size_t at = 0, kh = (hidden + TD_XT - 1) / TD_XT, ki = (intermediate + TD_XT - 1) / TD_XT;
     memset(&z, 0, sizeof z);
-    z.tile_rows = !is_fixed && moe_tile_rows(n_rows, top_k, n_experts) <= MOE_BF16_FEW ? MOE_BF16_FEW : MOE_BF16_MANY;
+    z.tile_rows = moe_bf16_tile_rows(is_fixed, n_rows, top_k, n_experts);
     z.n_tiles = moe_tiles_max(n_rows * top_k, n_experts, z.tile_rows);
     size_t rows = (size_t)z.n_tiles * z.tile_rows;
     z.x = (uint8_t *)moe_take(base, &at, rows * kh * TD_XT * 2);
