@@ -129,7 +129,7 @@ $(BUILD)/obj/%.o: %.c | $(GEN_H)
 UNIT_SRC   := $(shell find tests/unit -name '*_test.c' 2>/dev/null | sort)
 UNIT_BIN   := $(UNIT_SRC:tests/unit/%.c=$(BUILD)/unit/%)
 # What benchmarks share with their tests.
-BENCH_TESTED := $(addprefix tests/bench/,floors.c shape.c)
+BENCH_TESTED := $(addprefix tests/bench/,floors.c shape.c spread.c)
 SUPPORT_OBJ := $(patsubst %.c,$(BUILD)/obj/%.o,$(wildcard tests/support/*.c) $(BENCH_TESTED))
 $(BUILD)/unit/%: $(BUILD)/obj/tests/unit/%.o $(SUPPORT_OBJ) $(call link_libs,$(LAYERS))
 	@mkdir -p $(@D)

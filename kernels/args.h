@@ -92,6 +92,10 @@ struct td_pack_weight_args {
     void *out;
     float *bias_out;     /* NULL exactly when bias is */
     uint64_t *n_inexact; /* host; elements that the packed form cannot hold exactly are added to it; may be NULL */
+    /* The call may come back before the device has read the sources, which are td_device_alloc_host memory then (slow
+     * otherwise) and stay untouched until the stream passes. What it would have said about the values, n_inexact too,
+     * td_stream_packed says. */
+    bool may_defer;
 };
 
 struct td_embed_args {

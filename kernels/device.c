@@ -160,6 +160,15 @@ enum td_status td_stream_copy(struct td_stream *s, void *to, const void *from, s
     return s->device->backend->copy(s, to, from, bytes);
 }
 
+enum td_expert_form td_device_expert_form(const struct td_device *d) { return d->experts; }
+bool td_device_is_on_host(const struct td_device *d) { return d->backend->is_on_host; }
+
+enum td_status td_stream_packed(struct td_stream *s, uint64_t *n_inexact_out)
+{
+    *n_inexact_out = 0;
+    return s->device->backend->packed != NULL ? s->device->backend->packed(s, n_inexact_out) : TD_OK;
+}
+
 enum td_status td_stream_mark(struct td_stream *s, uint32_t i)
 {
     return i < TD_STREAM_MARKS ? s->device->backend->mark(s, i) : TD_E_INVALID;

@@ -52,7 +52,7 @@ struct td_graph;
 struct td_backend {
     const char *name;
     uint32_t act_bytes; /* of an activation (args.h): 4 f32, 2 bf16 */
-    bool is_on_host;    /* its memory is the host's: any pointer will do for a scatter */
+    bool is_on_host;    /* its memory is the host's: any pointer will do, and files are read where they lie */
     enum td_status (*open)(const struct td_device_options *o, struct td_device **out, struct td_err *err);
     void (*close)(struct td_device *d);
     enum td_status (*alloc)(struct td_device *d, size_t bytes, void **out); /* aligned to 64, not cleared */
@@ -89,6 +89,7 @@ struct td_backend {
     const char *(*last_error)(const struct td_device *d); /* the first failure's text, "" if none */
     /* NULL: nobody can say. */
     enum td_status (*memory)(struct td_device *d, uint64_t *free_out, uint64_t *total_out);
+    enum td_status (*packed)(struct td_stream *s, uint64_t *n_inexact_out); /* NULL: pack_weight never defers */
     enum td_status (*mark)(struct td_stream *s, uint32_t i);
     enum td_status (*mark_us)(struct td_stream *s, uint32_t from, uint32_t to, double *out);
     /* NULL: the engine draws on the host, and logits are few rows at a time. */
@@ -103,6 +104,7 @@ struct td_backend {
 
 struct td_device {
     const struct td_backend *backend;
+    enum td_expert_form experts;
 };
 struct td_stream {
     struct td_device *device;
@@ -141,6 +143,8 @@ size_t td_device_packed_bytes(const struct td_device *d, uint32_t n_out, uint32_
 size_t td_device_scratch_bytes(const struct td_device *d, const struct td_scratch_shape *s);
 const struct td_ops *td_device_ops(const struct td_device *d);
 uint32_t td_device_act_bytes(const struct td_device *d);
+bool td_device_is_on_host(const struct td_device *d);
+enum td_expert_form td_device_expert_form(const struct td_device *d);
 const char *td_device_last_error(const struct td_device *d); /* "" if none */
 
 /* n_threads: CPU only, 0: as many as the process may use. The caller's thread is one of them. */
@@ -150,6 +154,9 @@ enum td_status td_stream_sync(struct td_stream *s);
 enum td_status td_stream_copy_in(struct td_stream *s, void *to, const void *from_host, size_t bytes);
 enum td_status td_stream_copy_out(struct td_stream *s, void *to_host, const void *from, size_t bytes);
 enum td_status td_stream_copy(struct td_stream *s, void *to, const void *from, size_t bytes); /* within the device */
+
+/* Waits for what pack_weight deferred on this stream; INVALID if one of those matrices was. */
+enum td_status td_stream_packed(struct td_stream *s, uint64_t *n_inexact_out);
 
 /* Points in a stream's work, also of work that is recorded (each replay passes them anew), for benchmarks. Microseconds
  * between two that the stream has passed: sync first. INVALID: i is too large, or such a mark was never passed. */

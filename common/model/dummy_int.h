@@ -3,10 +3,9 @@
 
 #include "common/model/safetensors.h"
 
-/* Fills a tensor of this name, type (BF16 or U8) and shape with values that depend on seed and name alone: random, of
- * the size a trained model's have, norms near 1, router biases 0, so that activations stay finite and experts share
- * evenly. */
-void td_dummy_tensor(uint64_t seed, const char *name, enum td_tensor_type type, const uint64_t *shape, uint32_t n_dims,
-                     uint8_t *out);
+/* Bytes [at, at + n) of a made-up tensor of t's name, type (BF16 or U8) and shape: values that depend on seed, name and
+ * place alone, so that threads may make parts of it. Random, of the size a trained model's have, norms near 1, router
+ * biases 0, so that activations stay finite and experts share evenly. at and n: whole elements. */
+void td_dummy_bytes(uint64_t seed, const struct td_tensor *t, uint64_t at, uint64_t n, uint8_t *out);
 
 #endif

@@ -31,6 +31,25 @@ enum td_status td_model_check_ranks(const struct td_model_config *c, uint32_t tp
     return TD_OK;
 }
 
+/* Before anything is allocated: what does not fit is refused with the figures. */
+static enum td_status check_room(const struct td_model *m, uint32_t tp, uint32_t ep, struct td_err *err)
+{
+    static const char *const forms[] = {"bf16", "fp8", "mxfp4"};
+    uint64_t needed = 0, n_free, total;
+    if (td_device_memory(m->device, &n_free, &total) != TD_OK) return TD_OK; /* it will show */
+    for (uint32_t r = 0; r < tp; r++) {
+        struct td_shard s;
+        td_shard_of(&m->config, tp, ep, r, &s);
+        needed += td_weights_bytes(&m->config, &s, m->device);
+    }
+    if (needed <= n_free) return TD_OK;
+    return td_err_set(err, TD_E_NO_MEMORY,
+                      "weights of %.1f GB do not fit: of the GPU's %.1f GB, %.1f GB are free. --moe-weights holds "
+                      "experts as %s; mxfp4 takes least, --gpu chooses another GPU",
+                      (double)needed / 1e9, (double)total / 1e9, (double)n_free / 1e9,
+                      forms[td_device_expert_form(m->device)]);
+}
+
 enum td_status td_model_load(const char *dir, const struct td_model_options *o, struct td_model **out,
                              struct td_err *err)
 {
@@ -47,6 +66,7 @@ enum td_status td_model_load(const char *dir, const struct td_model_options *o, 
         TD_TRY(td_device_open(&cpu, &m->own_device, err));
         m->device = m->own_device;
     }
+    TD_TRY(check_room(m, tp, ep, err));
     if (!o->use_dummy_weights) TD_TRY(td_safetensors_open(dir, &files, err));
     for (; m->n_ranks < tp; m->n_ranks++) {
         struct td_shard shard;

@@ -1,183 +1,47 @@
 #include "common/model/weights.h"
 
 #include <math.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "common/base/check.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
-#include "common/model/dummy_int.h"
-#include "common/model/safetensors.h"
+#include "common/model/loader_int.h"
 
-/* ---- where tensors come from
- * ------------------------------------------------------------------------------------------ */
+#define LEAST_ROOM (32u << 20) /* of a lane: a matrix is loaded in pieces of rows that fit */
+#define CHUNK_ROWS 64u         /* whole panels, whatever the backend's are */
 
-enum { DATA, SCALES, FLOATS, N_SCRATCH };
-
-struct loader {
-    const struct td_model_config *c;
-    const struct td_safetensors *files; /* NULL: dummy */
-    uint64_t seed;
-    struct td_stream *stream; /* for packing */
-    struct td_weights *w;
-    uint8_t *scratch[N_SCRATCH]; /* made-up or realigned tensors, so that a matrix, its scales and its bias coexist */
-    size_t scratch_bytes[N_SCRATCH];
-    float *floats; /* small tensors, widened */
-    size_t n_floats;
-    uint64_t n_inexact; /* elements of experts that were rounded */
-    struct td_err *err;
-};
-
-static enum td_status no_memory(struct loader *l, const char *name)
-{
-    return td_err_set(l->err, TD_E_NO_MEMORY, "tensor \"%s\": no memory", name);
-}
-
-static enum td_status scratch_reserve(struct loader *l, int which, size_t n, const char *name)
-{
-    if (n <= l->scratch_bytes[which]) return TD_OK;
-    uint8_t *p = td_realloc(l->scratch[which], n, 1);
-    if (p == NULL) return no_memory(l, name);
-    l->scratch[which] = p;
-    l->scratch_bytes[which] = n;
-    return TD_OK;
-}
-
-static void print_shape(char *out, size_t n, const uint64_t *shape, uint32_t n_dims)
-{
-    size_t at = (size_t)snprintf(out, n, "[");
-    for (uint32_t i = 0; i < n_dims && at < n; i++)
-        at += (size_t)snprintf(out + at, n - at, "%s%llu", i ? ", " : "", (unsigned long long)shape[i]);
-    if (at < n) snprintf(out + at, n - at, "]");
-}
-
-struct want {
-    enum td_tensor_type type;
-    bool or_f32; /* norms, biases and sinks: some converters write F32 */
-    uint32_t n_dims;
-    uint64_t shape[4];
-};
-
-/* The tensor called for, its data aligned to its elements; `which` names the scratch it may use. */
-static enum td_status fetch(struct loader *l, const char *name, const struct want *want, int which,
-                            struct td_tensor *out)
-{
-    if (l->files == NULL) {
-        *out = (struct td_tensor){.name = name, .file = "dummy", .type = want->type, .n_dims = want->n_dims};
-        uint64_t n = 1;
-        for (uint32_t i = 0; i < want->n_dims; i++) n *= out->shape[i] = want->shape[i];
-        out->n_bytes = n * td_tensor_type_bytes(want->type);
-        enum td_status st = scratch_reserve(l, which, out->n_bytes, name);
-        if (st != TD_OK) return st;
-        td_dummy_tensor(l->seed, name, out->type, out->shape, out->n_dims, l->scratch[which]);
-        out->data = l->scratch[which];
-        return TD_OK;
-    }
-    const struct td_tensor *t = td_safetensors_find(l->files, name);
-    if (t == NULL) return td_err_set(l->err, TD_E_BAD_FILE, "tensor \"%s\" is missing", name);
-    if (t->type != want->type && !(want->or_f32 && t->type == TD_T_F32))
-        return td_err_set(l->err, TD_E_BAD_FILE, "%s: tensor \"%s\": dtype: %s where %s%s is expected", t->file, name,
-                          td_tensor_type_name(t->type), td_tensor_type_name(want->type), want->or_f32 ? " or F32" : "");
-    if (t->n_dims != want->n_dims || memcmp(t->shape, want->shape, want->n_dims * sizeof want->shape[0]) != 0) {
-        char have[128], need[128];
-        print_shape(have, sizeof have, t->shape, t->n_dims);
-        print_shape(need, sizeof need, want->shape, want->n_dims);
-        return td_err_set(l->err, TD_E_BAD_FILE, "%s: tensor \"%s\": shape: %s where config.json calls for %s", t->file,
-                          name, have, need);
-    }
-    *out = *t;
-    if ((uintptr_t)t->data % td_tensor_type_bytes(t->type) != 0) {
-        enum td_status st = scratch_reserve(l, which, (size_t)t->n_bytes, name);
-        if (st != TD_OK) return st;
-        memcpy(l->scratch[which], t->data, (size_t)t->n_bytes);
-        out->data = l->scratch[which];
-    }
-    return TD_OK;
-}
-
-/* ---- device memory
- * ---------------------------------------------------------------------------------------------------- */
-
-static enum td_status device_alloc(struct loader *l, size_t bytes, const char *name, bool is_sharded, void **out)
-{
-    struct td_weights *w = l->w;
-    if (w->n_blocks == w->cap_blocks) {
-        uint32_t cap = w->cap_blocks == 0 ? 64 : 2 * w->cap_blocks;
-        void **grown = td_realloc(w->blocks, cap, sizeof *grown);
-        if (grown == NULL) return no_memory(l, name);
-        w->blocks = grown;
-        w->cap_blocks = cap;
-    }
-    enum td_status st = td_device_alloc(w->device, bytes, out);
-    if (st != TD_OK) return td_err_set(l->err, st, "tensor \"%s\": no memory for %zu bytes of weights", name, bytes);
-    w->blocks[w->n_blocks++] = *out;
-    w->n_bytes += bytes;
-    if (is_sharded) w->n_sharded_bytes += bytes;
-    return TD_OK;
-}
-
-/* A small tensor of n values in [1 or 2 dimensions] as host f32, valid until the next call. */
-static enum td_status fetch_floats(struct loader *l, const char *name, const struct want *want, const float **out)
-{
-    struct td_tensor t;
-    enum td_status st = fetch(l, name, want, FLOATS, &t);
-    if (st != TD_OK) return st;
-    size_t n = (size_t)(t.n_bytes / td_tensor_type_bytes(t.type));
-    if (n > l->n_floats) {
-        float *p = td_realloc(l->floats, n, sizeof *p);
-        if (p == NULL) return no_memory(l, name);
-        l->floats = p;
-        l->n_floats = n;
-    }
-    if (t.type == TD_T_F32) {
-        memcpy(l->floats, t.data, n * sizeof(float));
-    } else {
-        for (size_t i = 0; i < n; i++) {
-            uint32_t bits = (uint32_t)((const uint16_t *)(const void *)t.data)[i] << 16;
-            memcpy(&l->floats[i], &bits, sizeof bits);
-        }
-    }
-    *out = l->floats;
-    return TD_OK;
-}
+/* ---- small tensors ---- */
 
 /* Of n values, those from first on. */
-static enum td_status load_some_floats(struct loader *l, const char *name, uint32_t n, uint32_t first, uint32_t n_part,
-                                       const float **out)
+static enum td_status load_some_floats(struct td_loader *l, const char *name, uint32_t n, uint32_t first,
+                                       uint32_t n_part, const float **out)
 {
-    struct want want = {.type = TD_T_BF16, .or_f32 = true, .n_dims = 1, .shape = {n}};
+    struct td_want want = {.type = TD_T_BF16, .or_f32 = true, .n_dims = 1, .shape = {n}};
     const float *host;
     void *p;
     size_t bytes = (size_t)n_part * sizeof(float);
-    enum td_status st = fetch_floats(l, name, &want, &host);
-    if (st == TD_OK) st = device_alloc(l, bytes, name, true, &p);
+    enum td_status st = td_loader_floats(l, name, &want, &host);
+    if (st == TD_OK) st = td_loader_alloc(l, bytes, name, true, &p);
     if (st == TD_OK) st = td_device_upload(l->w->device, p, host + first, bytes);
     if (st == TD_OK) *out = p;
     return st;
 }
 
-static enum td_status load_floats(struct loader *l, const char *name, uint32_t rows, uint32_t n, const float **out)
+static enum td_status load_floats(struct td_loader *l, const char *name, uint32_t rows, uint32_t n, const float **out)
 {
-    struct want want = {.type = TD_T_BF16, .or_f32 = true, .n_dims = rows ? 2 : 1, .shape = {rows ? rows : n, n}};
+    struct td_want want = {.type = TD_T_BF16, .or_f32 = true, .n_dims = rows ? 2 : 1, .shape = {rows ? rows : n, n}};
     const float *host;
     void *p;
     size_t bytes = (size_t)(rows ? rows : 1) * n * sizeof(float);
-    enum td_status st = fetch_floats(l, name, &want, &host);
-    if (st == TD_OK) st = device_alloc(l, bytes, name, false, &p);
+    enum td_status st = td_loader_floats(l, name, &want, &host);
+    if (st == TD_OK) st = td_loader_alloc(l, bytes, name, false, &p);
     if (st == TD_OK) st = td_device_upload(l->w->device, p, host, bytes);
     if (st == TD_OK) *out = p;
     return st;
-}
-
-static enum td_status pack(struct loader *l, const char *name, const struct td_pack_weight_args *a)
-{
-    enum td_status st = td_device_ops(l->w->device)->pack_weight(l->stream, a);
-    if (st == TD_E_INVALID)
-        return td_err_set(l->err, TD_E_BAD_FILE, "tensor \"%s\": a scale is NaN (255) or too large for bf16", name);
-    return st == TD_OK ? TD_OK : td_err_set(l->err, st, "tensor \"%s\": cannot be packed", name);
 }
 
 /* ---- dense matrices
@@ -191,8 +55,43 @@ struct cols { /* and of those, some columns */
     uint32_t n_stored, first, n_in;
 };
 
+/* One of the parts, in pieces of rows that fit a lane; *to and *bias_to move on. */
+static enum td_status load_part(struct td_loader *l, const char *name, const struct td_tensor *t, const struct part *p,
+                                struct cols cols, const float *bias, char **to, char **bias_to)
+{
+    enum td_status st = TD_OK;
+    const size_t row_bytes = (size_t)cols.n_stored * sizeof(uint16_t);
+    const size_t n_fit = td_lanes_room(l->lanes) / (row_bytes + sizeof *bias) / CHUNK_ROWS * CHUNK_ROWS;
+    for (uint32_t at = 0, n; at < p->n_out; at += n) {
+        struct td_stream *stream;
+        const uint8_t *data;
+        const void *part_bias = NULL;
+        size_t bias_bytes, bytes;
+        n = p->n_out - at < n_fit ? p->n_out - at : (uint32_t)n_fit;
+        TD_TRY(td_loader_turn(l, name, &stream));
+        TD_TRY(td_loader_bytes(l, t, (p->first + at) * row_bytes, n * row_bytes, &data));
+        if (bias != NULL) TD_TRY(td_loader_put(l, name, bias + p->first + at, n * sizeof *bias, &part_bias));
+        bytes = td_device_packed_bytes(l->w->device, n, cols.n_in, TD_ROWS_PLAIN, &bias_bytes);
+        struct td_pack_weight_args a = {.source = TD_SRC_BF16_ROWS,
+                                        .data = data,
+                                        .ld = cols.n_stored,
+                                        .col_begin = cols.first,
+                                        .n_out = n,
+                                        .n_in = cols.n_in,
+                                        .bias = part_bias,
+                                        .out = *to,
+                                        .bias_out = bias != NULL ? (float *)(void *)*bias_to : NULL,
+                                        .may_defer = true};
+        TD_TRY(td_loader_pack(l, stream, name, &a));
+        *to += bytes;
+        if (bias != NULL) *bias_to += bias_bytes;
+    }
+out:
+    return st;
+}
+
 /* Matrices stacked by output row; each part's rows are a multiple of a panel unless it is the last. */
-static enum td_status load_dense(struct loader *l, const char *prefix, const struct part *parts, uint32_t n_parts,
+static enum td_status load_dense(struct td_loader *l, const char *prefix, const struct part *parts, uint32_t n_parts,
                                  struct cols cols, bool has_bias, bool is_sharded, struct td_weight *out)
 {
     enum td_status st;
@@ -200,34 +99,22 @@ static enum td_status load_dense(struct loader *l, const char *prefix, const str
     uint32_t n_out = 0;
     for (uint32_t i = 0; i < n_parts; i++) n_out += parts[i].n_out;
     size_t bias_bytes, bytes = td_device_packed_bytes(l->w->device, n_out, cols.n_in, TD_ROWS_PLAIN, &bias_bytes);
-    TD_TRY(device_alloc(l, bytes, prefix, is_sharded, &data));
-    if (has_bias) TD_TRY(device_alloc(l, bias_bytes, prefix, is_sharded, &bias));
+    TD_TRY(td_loader_alloc(l, bytes, prefix, is_sharded, &data));
+    if (has_bias) TD_TRY(td_loader_alloc(l, bias_bytes, prefix, is_sharded, &bias));
     char *to = data, *bias_to = bias;
     for (uint32_t i = 0; i < n_parts; i++) {
         char name[256];
         struct td_tensor t;
         const float *host_bias = NULL;
         if (has_bias) {
-            struct want want = {.type = TD_T_BF16, .or_f32 = true, .n_dims = 1, .shape = {parts[i].n_stored}};
+            struct td_want want = {.type = TD_T_BF16, .or_f32 = true, .n_dims = 1, .shape = {parts[i].n_stored}};
             snprintf(name, sizeof name, "%s%s.bias", prefix, parts[i].name);
-            TD_TRY(fetch_floats(l, name, &want, &host_bias));
+            TD_TRY(td_loader_floats(l, name, &want, &host_bias));
         }
-        struct want want = {.type = TD_T_BF16, .n_dims = 2, .shape = {parts[i].n_stored, cols.n_stored}};
+        struct td_want want = {.type = TD_T_BF16, .n_dims = 2, .shape = {parts[i].n_stored, cols.n_stored}};
         snprintf(name, sizeof name, "%s%s.weight", prefix, parts[i].name);
-        TD_TRY(fetch(l, name, &want, DATA, &t));
-        struct td_pack_weight_args a = {.source = TD_SRC_BF16_ROWS,
-                                        .data = t.data,
-                                        .ld = cols.n_stored,
-                                        .row_begin = parts[i].first,
-                                        .col_begin = cols.first,
-                                        .n_out = parts[i].n_out,
-                                        .n_in = cols.n_in,
-                                        .bias = host_bias != NULL ? host_bias + parts[i].first : NULL,
-                                        .out = to,
-                                        .bias_out = (float *)(void *)bias_to};
-        TD_TRY(pack(l, name, &a));
-        to += td_device_packed_bytes(l->w->device, parts[i].n_out, cols.n_in, TD_ROWS_PLAIN, &bias_bytes);
-        if (has_bias) bias_to += bias_bytes;
+        TD_TRY(td_loader_find(l, name, &want, &t));
+        TD_TRY(load_part(l, name, &t, &parts[i], cols, host_bias, &to, &bias_to));
     }
     *out = (struct td_weight){.data = data, .bias = bias, .n_out = n_out, .n_in = cols.n_in};
     st = TD_OK;
@@ -239,7 +126,7 @@ out:
  * ------------------------------------------------------------------------------------------------------------ */
 
 /* which: "gate_up_proj" or "down_proj"; one packed matrix an expert of this rank. */
-static enum td_status load_experts(struct loader *l, const char *prefix, const char *which, struct part rows,
+static enum td_status load_experts(struct td_loader *l, const char *prefix, const char *which, struct part rows,
                                    struct cols cols, enum td_row_order order, bool pack_bias, struct td_weight **out)
 {
     enum td_status st;
@@ -250,50 +137,66 @@ static enum td_status load_experts(struct loader *l, const char *prefix, const c
     struct td_tensor data, scales = {0};
     snprintf(name, sizeof name, "%s%s%s", prefix, which, c->is_mxfp4 ? "_blocks" : "");
     if (c->is_mxfp4) {
-        struct want blocks = {.type = TD_T_U8, .n_dims = 4, .shape = {c->n_experts, n_out, n_in / 32, 16}};
-        struct want scale = {.type = TD_T_U8, .n_dims = 3, .shape = {c->n_experts, n_out, n_in / 32}};
+        struct td_want blocks = {.type = TD_T_U8, .n_dims = 4, .shape = {c->n_experts, n_out, n_in / 32, 16}};
+        struct td_want scale = {.type = TD_T_U8, .n_dims = 3, .shape = {c->n_experts, n_out, n_in / 32}};
         snprintf(scales_name, sizeof scales_name, "%s%s_scales", prefix, which);
-        TD_TRY(fetch(l, name, &blocks, DATA, &data));
-        TD_TRY(fetch(l, scales_name, &scale, SCALES, &scales));
+        TD_TRY(td_loader_find(l, name, &blocks, &data));
+        TD_TRY(td_loader_find(l, scales_name, &scale, &scales));
     } else { /* unquantised experts are stored input-major */
-        struct want plain = {.type = TD_T_BF16, .n_dims = 3, .shape = {c->n_experts, n_in, n_out}};
-        TD_TRY(fetch(l, name, &plain, DATA, &data));
+        struct td_want plain = {.type = TD_T_BF16, .n_dims = 3, .shape = {c->n_experts, n_in, n_out}};
+        TD_TRY(td_loader_find(l, name, &plain, &data));
     }
     struct td_weight *w = td_calloc(c->n_experts, sizeof *w);
-    if (w == NULL) TD_TRY(no_memory(l, name));
+    if (w == NULL) TD_TRY(td_loader_no_memory(l, name));
     *out = w; /* freed with the layer */
 
     void *packed, *bias = NULL;
     size_t bias_bytes, bytes = td_device_packed_bytes(l->w->device, rows.n_out, cols.n_in, order, &bias_bytes);
-    TD_TRY(device_alloc(l, bytes * s->n_experts, name, true, &packed));
-    if (pack_bias) TD_TRY(device_alloc(l, bias_bytes * s->n_experts, name, true, &bias));
+    TD_TRY(td_loader_alloc(l, bytes * s->n_experts, name, true, &packed));
+    if (pack_bias) TD_TRY(td_loader_alloc(l, bias_bytes * s->n_experts, name, true, &bias));
     const float *host_bias = NULL; /* of all experts */
     if (pack_bias) {
         char bias_name[256];
-        struct want want = {.type = TD_T_BF16, .or_f32 = true, .n_dims = 2, .shape = {c->n_experts, n_out}};
+        struct td_want want = {.type = TD_T_BF16, .or_f32 = true, .n_dims = 2, .shape = {c->n_experts, n_out}};
         snprintf(bias_name, sizeof bias_name, "%s%s_bias", prefix, which);
-        TD_TRY(fetch_floats(l, bias_name, &want, &host_bias));
+        TD_TRY(td_loader_floats(l, bias_name, &want, &host_bias));
     }
     for (uint32_t i = 0; i < s->n_experts; i++) {
-        uint32_t e = s->first_expert + i;
-        size_t elements = (size_t)n_out * n_in;
-        struct td_pack_weight_args a = {.source = c->is_mxfp4 ? TD_SRC_MXFP4 : TD_SRC_BF16_COLS,
-                                        .order = order,
-                                        .data = data.data + e * (c->is_mxfp4 ? elements / 2 : elements * 2),
-                                        .scales = c->is_mxfp4 ? scales.data + e * (elements / 32) : NULL,
-                                        .ld = c->is_mxfp4 ? n_in : n_out,
-                                        .row_begin = rows.first,
+        const uint32_t e = s->first_expert + i;
+        const uint64_t elements = (uint64_t)n_out * n_in, rows_at = e * elements + (uint64_t)rows.first * n_in,
+                       n_rows = (uint64_t)rows.n_out * n_in;
+        struct td_stream *stream;
+        struct td_pack_weight_args a = {.order = order,
                                         .col_begin = cols.first,
                                         .n_out = rows.n_out,
                                         .n_in = cols.n_in,
-                                        .bias = pack_bias ? host_bias + (size_t)e * n_out + rows.first : NULL,
                                         .out = (char *)packed + i * bytes,
                                         .bias_out = pack_bias ? (float *)(void *)((char *)bias + i * bias_bytes) : NULL,
-                                        .n_inexact = &l->n_inexact};
-        TD_TRY(pack(l, c->is_mxfp4 ? scales_name : name, &a));
+                                        .n_inexact = &l->n_inexact,
+                                        .may_defer = true};
+        const uint8_t *stored;
+        const void *part_bias = NULL;
+        TD_TRY(td_loader_turn(l, name, &stream));
+        if (c->is_mxfp4) {
+            a.source = TD_SRC_MXFP4;
+            a.ld = n_in;
+            TD_TRY(td_loader_bytes(l, &data, rows_at / 2, n_rows / 2, &stored));
+            TD_TRY(td_loader_bytes(l, &scales, rows_at / 32, n_rows / 32, &a.scales));
+        } else {
+            a.source = TD_SRC_BF16_COLS;
+            a.ld = n_out;
+            a.row_begin = rows.first;
+            TD_TRY(td_loader_bytes(l, &data, e * elements * 2, elements * 2, &stored));
+        }
+        if (pack_bias)
+            TD_TRY(td_loader_put(l, name, host_bias + (size_t)e * n_out + rows.first, rows.n_out * sizeof *host_bias,
+                                 &part_bias));
+        a.data = stored;
+        a.bias = part_bias;
+        TD_TRY(td_loader_pack(l, stream, c->is_mxfp4 ? scales_name : name, &a));
         w[e] = (struct td_weight){.data = a.out, .bias = a.bias_out, .n_out = rows.n_out, .n_in = cols.n_in};
     }
-    st = TD_OK;
+    st = td_loader_finish(l, c->is_mxfp4 ? scales_name : name);
 out:
     return st;
 }
@@ -301,7 +204,7 @@ out:
 /* ---- the whole
  * ------------------------------------------------------------------------------------------------------------ */
 
-static enum td_status load_layer(struct loader *l, uint32_t i, struct td_layer_weights *w)
+static enum td_status load_layer(struct td_loader *l, uint32_t i, struct td_layer_weights *w)
 {
     enum td_status st;
     const struct td_model_config *c = l->c;
@@ -345,35 +248,79 @@ out:
     return st;
 }
 
-static enum td_status load_embedding(struct loader *l)
+static enum td_status load_embedding(struct td_loader *l)
 {
+    enum td_status st;
     const char *name = "model.embed_tokens.weight";
-    struct want want = {.type = TD_T_BF16, .n_dims = 2, .shape = {l->c->vocab, l->c->hidden}};
+    struct td_want want = {.type = TD_T_BF16, .n_dims = 2, .shape = {l->c->vocab, l->c->hidden}};
     struct td_tensor t;
     void *p;
-    enum td_status st = fetch(l, name, &want, DATA, &t);
-    if (st == TD_OK) st = device_alloc(l, (size_t)t.n_bytes, name, false, &p);
-    if (st == TD_OK) st = td_device_upload(l->w->device, p, t.data, (size_t)t.n_bytes);
-    if (st == TD_OK) l->w->embed = p;
+    TD_TRY(td_loader_find(l, name, &want, &t));
+    TD_TRY(td_loader_alloc(l, (size_t)t.n_bytes, name, false, &p));
+    for (uint64_t at = 0, n, room = td_lanes_room(l->lanes); at < t.n_bytes; at += n) {
+        struct td_stream *stream;
+        const uint8_t *bytes;
+        n = t.n_bytes - at < room ? t.n_bytes - at : room;
+        TD_TRY(td_loader_turn(l, name, &stream));
+        TD_TRY(td_loader_bytes(l, &t, at, n, &bytes));
+        TD_TRY(td_stream_copy_in(stream, (uint8_t *)p + at, bytes, (size_t)n));
+    }
+    l->w->embed = p;
+out:
     return st;
 }
 
-static enum td_status load_rope(struct loader *l)
+static enum td_status load_rope(struct td_loader *l)
 {
     float freqs[128];
     uint32_t half = l->c->head_dim / 2;
     void *p;
     TD_CHECK(half <= TD_COUNT(freqs));
     td_model_rope(l->c, freqs, &l->w->rope_factor);
-    enum td_status st = device_alloc(l, half * sizeof *freqs, "rope frequencies", false, &p);
+    enum td_status st = td_loader_alloc(l, half * sizeof *freqs, "rope frequencies", false, &p);
     if (st == TD_OK) st = td_device_upload(l->w->device, p, freqs, half * sizeof *freqs);
     if (st == TD_OK) l->w->rope_freqs = p;
     return st;
 }
 
+/* What a lane holds in a turn: an expert's matrix, or as many rows of another one as fit. */
+static size_t lane_bytes(const struct td_model_config *c)
+{
+    uint64_t matrix = 2ull * c->intermediate * c->hidden, out = 2ull * c->intermediate + c->hidden;
+    uint64_t bytes = (c->is_mxfp4 ? matrix * 17 / 32 : matrix * 2) + out * sizeof(float) + 1024;
+    uint64_t q = (uint64_t)c->n_heads * c->head_dim, k = c->hidden > q ? c->hidden : q;
+    uint64_t least = LEAST_ROOM > CHUNK_ROWS * (2 * k + 64) ? LEAST_ROOM : CHUNK_ROWS * (2 * k + 64);
+    return (size_t)(bytes < least ? least : bytes);
+}
+
+uint64_t td_weights_bytes(const struct td_model_config *c, const struct td_shard *s, const struct td_device *d)
+{
+    const uint32_t h = c->hidden, q = s->n_heads * c->head_dim, kv = s->n_kv_heads * c->head_dim;
+    const struct {
+        uint32_t n_out, n_in, n;
+        enum td_row_order order;
+        bool has_bias;
+    } layer[] = {{q, h, 1, TD_ROWS_PLAIN, true},
+                 {kv, h, 2, TD_ROWS_PLAIN, true},
+                 {h, q, 1, TD_ROWS_PLAIN, false},
+                 {c->n_experts, h, 1, TD_ROWS_PLAIN, true},
+                 {2 * s->n_units, h, s->n_experts, TD_ROWS_GATE_UP, true},
+                 {h, s->n_units, s->n_experts, TD_ROWS_DOWN, false}};
+    uint64_t sum = 0;
+    size_t bias;
+    for (size_t i = 0; i < TD_COUNT(layer); i++) {
+        uint64_t bytes = td_device_packed_bytes(d, layer[i].n_out, layer[i].n_in, layer[i].order, &bias);
+        sum += layer[i].n * (bytes + (layer[i].has_bias ? bias : 0));
+    }
+    sum += (3ull * h + s->n_heads + (uint64_t)c->n_experts * h) * sizeof(float); /* norms, o's bias, sinks, down's */
+    sum *= c->n_layers;
+    sum += (uint64_t)c->vocab * h * 2 + (h + c->head_dim / 2) * sizeof(float);
+    return sum + td_device_packed_bytes(d, s->n_vocab, h, TD_ROWS_PLAIN, &bias);
+}
+
 /* The configuration's word on the experts' form against what is there: say which of the two is off, not "missing
  * tensor". */
-static enum td_status check_form(const struct loader *l)
+static enum td_status check_form(const struct td_loader *l)
 {
     if (l->files == NULL) return TD_OK;
     bool has_blocks = td_safetensors_find(l->files, "model.layers.0.mlp.experts.gate_up_proj_blocks") != NULL;
@@ -414,27 +361,36 @@ enum td_status td_weights_load(const struct td_model_config *c, const struct td_
 {
     enum td_status st;
     struct td_weights w = {.shard = *shard, .device = device, .n_layers = c->n_layers};
-    struct loader l = {.c = c, .files = files, .seed = dummy_seed, .w = &w, .err = err};
+    struct td_loader l = {.c = c,
+                          .files = files,
+                          .dummy_seed = dummy_seed,
+                          .w = &w,
+                          .n_total = td_weights_bytes(c, shard, device),
+                          .begun_ns = td_clock_ns(),
+                          .said_ns = td_clock_ns(),
+                          .err = err};
     TD_TRY(check_form(&l));
-    st = td_stream_create(device, 1, &l.stream);
-    if (st != TD_OK) TD_TRY(td_err_set(err, st, "no stream to pack weights with"));
+    TD_TRY(td_lanes_create(device, lane_bytes(c), dummy_seed, &l.lanes, err));
     w.layers = td_calloc(c->n_layers, sizeof *w.layers);
-    if (w.layers == NULL) TD_TRY(no_memory(&l, "layers"));
+    if (w.layers == NULL) TD_TRY(td_loader_no_memory(&l, "layers"));
     TD_TRY(load_embedding(&l));
     for (uint32_t i = 0; i < c->n_layers; i++) TD_TRY(load_layer(&l, i, &w.layers[i]));
     TD_TRY(load_floats(&l, "model.norm.weight", 0, c->hidden, &w.final_norm));
     const struct part head[] = {{"lm_head", c->vocab, shard->first_vocab, shard->n_vocab}};
     TD_TRY(load_dense(&l, "", head, 1, (struct cols){c->hidden, 0, c->hidden}, false, true, &w.lm_head));
     TD_TRY(load_rope(&l));
+    TD_TRY(td_loader_finish(&l, "lm_head.weight"));
+    TD_INFO("weights_loaded", "rank=%u read_gb=%.2f seconds=%.2f gb_per_s=%.2f device_gb=%.2f", shard->rank,
+            (double)l.n_read / 1e9, (double)(td_clock_ns() - l.begun_ns) / 1e9,
+            (double)l.n_read / (double)(td_clock_ns() - l.begun_ns), (double)w.n_bytes / 1e9);
     if (l.n_inexact > 0)
         TD_WARN("experts_rounded", "rank=%u elements=%llu: the form that holds them has no exact value", shard->rank,
                 (unsigned long long)l.n_inexact);
     *out = w;
     w = (struct td_weights){0};
 out:
+    td_lanes_destroy(l.lanes); /* before the memory it writes */
     td_weights_free(&w);
-    td_stream_destroy(l.stream);
-    for (uint32_t i = 0; i < N_SCRATCH; i++) free(l.scratch[i]);
     free(l.floats);
     return st;
 }

@@ -46,6 +46,9 @@ struct td_weights {
     uint32_t n_blocks, cap_blocks;
 };
 
+/* Bytes of device memory that a rank's weights take. */
+uint64_t td_weights_bytes(const struct td_model_config *c, const struct td_shard *s, const struct td_device *d);
+
 struct td_safetensors;
 /* One rank's; tp and ep have passed td_model_check_ranks. files NULL: weights made up from the seed. Checks name, type
  * and shape of every tensor the configuration calls for; the error names file and tensor. On failure *out is empty. */

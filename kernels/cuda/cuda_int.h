@@ -31,6 +31,12 @@ struct td_cuda_device {
     unsigned long long *n_saturated; /* in host memory that kernels reach */
 };
 
+/* What packing finds out about values. */
+struct td_cuda_found {
+    unsigned long long n_inexact;
+    uint32_t is_bad;
+};
+
 struct td_cuda_stream {
     struct td_stream base;
     cudaStream_t s;
@@ -41,6 +47,9 @@ struct td_cuda_stream {
     /* One kernel for any number of rows: the wide products, and attention that walks absolute blocks of keys. */
     bool is_batch_invariant;
     unsigned long long *n_saturated; /* the device's */
+    struct td_cuda_found *found; /* on the device; NULL until something is packed */
+    uint8_t *staging;            /* of what is packed, as stored; on the device */
+    size_t staging_bytes;
     cudaEvent_t *marks;              /* [TD_STREAM_MARKS], NULL: not passed; NULL until the first */
 };
 
@@ -82,6 +91,11 @@ enum td_status td_cuda_sample_filtered(cudaStream_t s, const struct td_sample_ar
 /* Scratch of moe. */
 size_t td_cuda_moe_scratch_bytes(const struct td_scratch_shape *s);
 size_t td_cuda_moe_fp8_scratch_bytes(const struct td_cuda_device *d, const struct td_scratch_shape *s);
+/* Device memory for a matrix as stored, and found; what the stream did with them before comes first. */
+cudaError_t td_cuda_pack_begin(struct td_cuda_stream *s, size_t staging_bytes);
+/* The call's end: at once if a->may_defer, else waits and says what was found. */
+enum td_status td_cuda_pack_end(struct td_cuda_stream *s, cudaError_t e, const struct td_pack_weight_args *a);
+enum td_status td_cuda_packed(struct td_stream *s, uint64_t *n_inexact_out);
 /* moe and pack_weight for experts in FP8 or MXFP4. */
 enum td_status td_cuda_moe_fp8(struct td_cuda_stream *s, enum td_expert_form form, const struct td_moe_args *a);
 /* The products with bf16 activations, once slots are sorted. begin: this rank's first expert. */

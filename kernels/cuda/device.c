@@ -50,7 +50,7 @@ static enum td_status cuda_open(const struct td_device_options *o, struct td_dev
     d->base.backend = &backend;
     d->index = (int)o->index;
     d->n_sms = p.multiProcessorCount;
-    d->experts = o->experts;
+    d->base.experts = d->experts = o->experts;
     d->is_batch_invariant = o->is_batch_invariant;
     d->has_bf16_activations = o->has_bf16_activations;
     if (cudaHostAlloc((void **)&d->n_saturated, sizeof *d->n_saturated, cudaHostAllocMapped) != cudaSuccess) {
@@ -169,6 +169,8 @@ static void cuda_stream_destroy(struct td_stream *base)
     if (s->event != NULL) cudaEventDestroy(s->event);
     cudaFree(s->parts);
     cudaFree(s->counters);
+    cudaFree(s->staging);
+    cudaFree(s->found);
     for (uint32_t i = 0; s->marks != NULL && i < TD_STREAM_MARKS; i++)
         if (s->marks[i] != NULL) cudaEventDestroy(s->marks[i]);
     free(s->marks);
@@ -357,6 +359,7 @@ static const struct td_backend backend = {
     .graph_destroy = cuda_graph_destroy,
     .last_error = cuda_last_error,
     .memory = cuda_memory,
+    .packed = td_cuda_packed,
     .mark = cuda_mark,
     .mark_us = cuda_mark_us,
     .sample = td_cuda_sample,

@@ -1,19 +1,15 @@
-/* An expert's matrix as stored becomes FP8 or MXFP4 tiles on the device (expert_format.h). Load time: the host waits for each
- * matrix, and staging memory lives as long as the call. */
+/* An expert's matrix as stored becomes FP8 or MXFP4 tiles on the device (expert_format.h). The stored matrix
+ * lies in the stream's staging memory meanwhile. */
 #include "kernels/cuda/cuda_int.h"
 #include "kernels/cuda/traps.cuh"
 #include "kernels/expert_format.h"
 
 #define PACK_THREADS 256
 
-struct found {
-    unsigned long long n_inexact;
-    uint32_t is_bad;
-};
-
 /* A block a tile. */
 static __global__ void __launch_bounds__(PACK_THREADS)
-    pack_tile(const struct td_pack_weight_args a, const struct td_expert_layout l, uint8_t *out, struct found *found)
+    pack_tile(const struct td_pack_weight_args a, const struct td_expert_layout l, uint8_t *out,
+              struct td_cuda_found *found)
 {
     __shared__ uint32_t top;
     const uint32_t k = blockIdx.x, t = blockIdx.y, rows = td_expert_tile_rows(&l, t);
@@ -93,44 +89,36 @@ static cudaError_t stage(const struct td_pack_weight_args *a, uint8_t *staging, 
                              cudaMemcpyHostToDevice, s);
 }
 
-static cudaError_t pack_bias(const struct td_pack_weight_args *a, const struct td_expert_layout *l, float *host,
-                             cudaStream_t s)
+/* In the packed rows' order, padding 0. */
+static __global__ void order_bias(const float *from, enum td_row_order order, uint32_t n_out, uint32_t n_rows, float *to)
 {
-    for (uint32_t p = 0; p < l->n_rows; p++) {
-        uint32_t r = td_expert_row(a->order, p);
-        host[p] = r < a->n_out ? a->bias[r] : 0;
-    }
-    return cudaMemcpyAsync(a->bias_out, host, l->n_rows * sizeof *host, cudaMemcpyHostToDevice, s);
+    uint32_t p = blockIdx.x * blockDim.x + threadIdx.x;
+    if (p >= n_rows) return;
+    uint32_t r = td_expert_row(order, p);
+    to[p] = r < n_out ? from[r] : 0;
 }
 
 enum td_status td_cuda_pack_expert(struct td_stream *base, enum td_expert_form form, const struct td_pack_weight_args *a)
 {
     if (!td_expert_can_pack(form, a)) return TD_E_UNSUPPORTED;
     const struct td_expert_layout l = td_expert_layout(form, a->n_out, a->n_in);
-    cudaStream_t s = td_cuda_stream_of(base)->s;
+    struct td_cuda_stream *s = td_cuda_stream_of(base);
     size_t bytes = a->source == TD_SRC_MXFP4 ? (size_t)a->n_out * (a->ld / TD_X_GROUP) * 17 : (size_t)a->n_out * a->n_in * 2;
     bytes = TD_X_ROUND(bytes, (size_t)256);
-    uint8_t *staging = NULL;
-    float *bias = a->bias != NULL ? (float *)malloc(l.n_rows * sizeof *bias) : NULL;
-    if (a->bias != NULL && bias == NULL) return TD_E_NO_MEMORY;
-    struct found found = {};
     struct td_pack_weight_args here;
-    cudaError_t e = cudaSetDevice(td_cuda_device_of(base->device)->index);
-    if (e == cudaSuccess) e = cudaMallocAsync((void **)&staging, bytes + sizeof found, s);
-    struct found *found_there = (struct found *)(staging + bytes);
-    if (e == cudaSuccess) e = cudaMemsetAsync(found_there, 0, sizeof found, s);
-    if (e == cudaSuccess) e = stage(a, staging, s, &here);
+    cudaError_t e = td_cuda_pack_begin(s, bytes + a->n_out * sizeof *a->bias);
+    if (e == cudaSuccess) e = stage(a, s->staging, s->s, &here);
     if (e == cudaSuccess) {
-        pack_tile<<<dim3(l.k_tiles, l.row_tiles), PACK_THREADS, 0, s>>>(here, l, (uint8_t *)a->out, found_there);
+        pack_tile<<<dim3(l.k_tiles, l.row_tiles), PACK_THREADS, 0, s->s>>>(here, l, (uint8_t *)a->out, s->found);
         e = cudaPeekAtLastError();
     }
-    if (e == cudaSuccess) e = cudaMemcpyAsync(&found, found_there, sizeof found, cudaMemcpyDeviceToHost, s);
-    if (e == cudaSuccess && a->bias != NULL) e = pack_bias(a, &l, bias, s);
-    if (staging != NULL) cudaFreeAsync(staging, s);
-    cudaError_t synced = cudaStreamSynchronize(s);
-    free(bias);
-    if (e == cudaSuccess) e = synced;
-    if (e != cudaSuccess) return td_cuda_status(e, "pack_weight");
-    if (a->n_inexact != NULL) *a->n_inexact += found.n_inexact;
-    return found.is_bad ? TD_E_INVALID : TD_OK;
+    if (e == cudaSuccess && a->bias != NULL) {
+        float *bias = (float *)(s->staging + bytes);
+        e = cudaMemcpyAsync(bias, a->bias, a->n_out * sizeof *bias, cudaMemcpyHostToDevice, s->s);
+        if (e == cudaSuccess) {
+            order_bias<<<td_ceil_div(l.n_rows, 256), 256, 0, s->s>>>(bias, a->order, a->n_out, l.n_rows, a->bias_out);
+            e = cudaPeekAtLastError();
+        }
+    }
+    return td_cuda_pack_end(s, e, a);
 }

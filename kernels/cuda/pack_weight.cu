@@ -1,5 +1,5 @@
-/* A matrix as stored becomes row-major bf16 [n_out, n_in] on the device; MXFP4 is widened there, exactly. Load time: the
- * host waits for each matrix. Staging memory lives as long as the call. */
+/* A matrix as stored becomes row-major bf16 [n_out, n_in] on the device; MXFP4 is widened there, exactly. The
+ * stored matrix lies in the stream's staging memory meanwhile, which grows to the largest. */
 #include "kernels/cuda/cuda_int.h"
 #include "kernels/cuda/traps.cuh"
 
@@ -18,7 +18,7 @@ static __global__ void transpose(const td_bf16 *from, td_bf16 *to, uint32_t n_ou
 
 /* A thread widens one byte, elements 2i and 2i + 1 of a row. groups: of a stored row. */
 static __global__ void widen(const uint8_t *blocks, const uint8_t *scales, uint32_t groups, uint32_t col_begin,
-                             uint32_t n_out, uint32_t n_in, td_bf16 *to, uint32_t *is_bad)
+                             uint32_t n_out, uint32_t n_in, td_bf16 *to, struct td_cuda_found *found)
 {
     const float magnitude[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -27,7 +27,7 @@ static __global__ void widen(const uint8_t *blocks, const uint8_t *scales, uint3
     uint8_t byte = blocks[group * 16 + col % 32 / 2], code = col % 2 == TRAP(NIBBLES_SWAPPED) ? byte & 15 : byte >> 4,
             scale = scales[TRAP(GROUPS_OF_OUTPUTS) ? row / 32 * groups + row % groups : group];
     float v = ldexpf(magnitude[code & 7], (int)scale - 127);
-    if (scale == 255 || isinf(v)) *is_bad = 1;
+    if (scale == 255 || isinf(v)) found->is_bad = 1;
     to[i] = __float2bfloat16_rn(code & 8 ? -v : v);
 }
 
@@ -49,48 +49,81 @@ static cudaError_t copy_cols(const struct td_pack_weight_args *a, void *staging,
     return cudaPeekAtLastError();
 }
 
-static cudaError_t copy_mxfp4(const struct td_pack_weight_args *a, uint8_t *staging, cudaStream_t s, uint32_t *is_bad_out)
+static cudaError_t copy_mxfp4(const struct td_pack_weight_args *a, struct td_cuda_stream *c)
 {
+    cudaStream_t s = c->s;
     uint32_t groups = a->ld / 32;
     size_t n = (size_t)a->n_out * groups, first = (size_t)a->row_begin * groups;
-    uint8_t *scales = staging + n * 16;
-    uint32_t *is_bad = (uint32_t *)(staging + (n * 17 + 3) / 4 * 4);
-    cudaError_t e = cudaMemcpyAsync(staging, (const uint8_t *)a->data + first * 16, n * 16, cudaMemcpyHostToDevice, s);
+    uint8_t *scales = c->staging + n * 16;
+    cudaError_t e = cudaMemcpyAsync(c->staging, (const uint8_t *)a->data + first * 16, n * 16, cudaMemcpyHostToDevice, s);
     if (e == cudaSuccess) e = cudaMemcpyAsync(scales, a->scales + first, n, cudaMemcpyHostToDevice, s);
-    if (e == cudaSuccess) e = cudaMemsetAsync(is_bad, 0, sizeof *is_bad, s);
     if (e != cudaSuccess) return e;
     size_t n_elements = (size_t)a->n_out * a->n_in;
-    widen<<<(uint32_t)((n_elements + 255) / 256), 256, 0, s>>>(staging, scales, groups, a->col_begin, a->n_out, a->n_in,
-                                                              (td_bf16 *)a->out, is_bad);
-    e = cudaPeekAtLastError();
-    if (e == cudaSuccess) e = cudaMemcpyAsync(is_bad_out, is_bad, sizeof *is_bad, cudaMemcpyDeviceToHost, s);
+    widen<<<(uint32_t)((n_elements + 255) / 256), 256, 0, s>>>(c->staging, scales, groups, a->col_begin, a->n_out, a->n_in,
+                                                              (td_bf16 *)a->out, c->found);
+    return cudaPeekAtLastError();
+}
+
+cudaError_t td_cuda_pack_begin(struct td_cuda_stream *s, size_t staging_bytes)
+{
+    cudaError_t e = cudaSetDevice(td_cuda_device_of(s->base.device)->index);
+    if (e == cudaSuccess && s->found == NULL) {
+        e = cudaMalloc((void **)&s->found, sizeof *s->found);
+        if (e == cudaSuccess) e = cudaMemsetAsync(s->found, 0, sizeof *s->found, s->s);
+    }
+    if (e != cudaSuccess || staging_bytes <= s->staging_bytes) return e;
+    e = cudaStreamSynchronize(s->s);
+    if (e == cudaSuccess) e = cudaFree(s->staging);
+    s->staging = NULL;
+    s->staging_bytes = 0;
+    if (e == cudaSuccess) e = cudaMalloc((void **)&s->staging, staging_bytes);
+    if (e == cudaSuccess) s->staging_bytes = staging_bytes;
     return e;
+}
+
+enum td_status td_cuda_packed(struct td_stream *base, uint64_t *n_inexact_out)
+{
+    struct td_cuda_stream *s = td_cuda_stream_of(base);
+    struct td_cuda_found found = {};
+    cudaError_t e = cudaSetDevice(td_cuda_device_of(base->device)->index);
+    if (e == cudaSuccess && s->found != NULL) {
+        e = cudaMemcpyAsync(&found, s->found, sizeof found, cudaMemcpyDeviceToHost, s->s);
+        if (e == cudaSuccess) e = cudaMemsetAsync(s->found, 0, sizeof found, s->s);
+    }
+    cudaError_t synced = cudaStreamSynchronize(s->s);
+    if (e == cudaSuccess) e = synced;
+    *n_inexact_out = found.n_inexact;
+    if (e != cudaSuccess) return td_cuda_status(e, "pack_weight");
+    return found.is_bad ? TD_E_INVALID : TD_OK;
+}
+
+enum td_status td_cuda_pack_end(struct td_cuda_stream *s, cudaError_t e, const struct td_pack_weight_args *a)
+{
+    uint64_t n_inexact = 0;
+    if (e == cudaSuccess && a->may_defer) return TD_OK;
+    enum td_status st = td_cuda_packed(&s->base, &n_inexact);
+    if (e != cudaSuccess) return td_cuda_status(e, "pack_weight");
+    if (a->n_inexact != NULL) *a->n_inexact += n_inexact;
+    return st;
 }
 
 enum td_status td_cuda_pack_weight(struct td_stream *base, const struct td_pack_weight_args *a)
 {
     enum td_expert_form form = td_cuda_device_of(base->device)->experts;
     if (form != TD_EXPERTS_BF16 && a->order != TD_ROWS_PLAIN) return td_cuda_pack_expert(base, form, a);
-    cudaStream_t s = td_cuda_stream_of(base)->s;
+    struct td_cuda_stream *s = td_cuda_stream_of(base);
     size_t staging_bytes = 0;
     if (a->source == TD_SRC_BF16_COLS) staging_bytes = (size_t)a->n_out * a->n_in * 2;
-    if (a->source == TD_SRC_MXFP4) staging_bytes = (size_t)a->n_out * (a->ld / 32) * 17 + 8;
-    uint8_t *staging = NULL;
-    uint32_t is_bad = 0;
-    cudaError_t e = cudaSetDevice(td_cuda_device_of(base->device)->index);
-    if (e == cudaSuccess && staging_bytes != 0) e = cudaMallocAsync((void **)&staging, staging_bytes, s);
+    if (a->source == TD_SRC_MXFP4) staging_bytes = (size_t)a->n_out * (a->ld / 32) * 17;
+    cudaError_t e = td_cuda_pack_begin(s, staging_bytes);
     if (e == cudaSuccess) {
         switch (a->source) {
-        case TD_SRC_BF16_ROWS: e = copy_rows(a, s); break;
-        case TD_SRC_BF16_COLS: e = copy_cols(a, staging, s); break;
-        case TD_SRC_MXFP4: e = copy_mxfp4(a, staging, s, &is_bad); break;
+        case TD_SRC_BF16_ROWS: e = copy_rows(a, s->s); break;
+        case TD_SRC_BF16_COLS: e = copy_cols(a, s->staging, s->s); break;
+        case TD_SRC_MXFP4: e = copy_mxfp4(a, s); break;
         }
     }
     if (e == cudaSuccess && a->bias != NULL)
-        e = cudaMemcpyAsync(a->bias_out, a->bias, a->n_out * sizeof *a->bias, cudaMemcpyHostToDevice, s);
-    if (staging != NULL) cudaFreeAsync(staging, s);
-    cudaError_t synced = cudaStreamSynchronize(s);
-    if (e == cudaSuccess) e = synced;
-    if (e != cudaSuccess) return td_cuda_status(e, "pack_weight");
-    return is_bad ? TD_E_INVALID : TD_OK;
+        e = cudaMemcpyAsync(a->bias_out, a->bias, a->n_out * sizeof *a->bias, cudaMemcpyHostToDevice, s->s);
+    return td_cuda_pack_end(s, e, a);
 }

@@ -33,6 +33,15 @@ uint32_t td_bench_number(const char *option, const char *text, uint32_t least)
     exit(2);
 }
 
+enum td_expert_form td_bench_expert_form(const char *text)
+{
+    if (strcmp(text, "bf16") == 0) return TD_EXPERTS_BF16;
+    if (strcmp(text, "fp8") == 0) return TD_EXPERTS_FP8;
+    if (strcmp(text, "mxfp4") == 0) return TD_EXPERTS_MXFP4;
+    fprintf(stderr, "tandem-bench: --moe-weights: \"%s\" is not bf16, fp8 or mxfp4\n", text);
+    exit(2);
+}
+
 static int usage(FILE *to, int rc)
 {
     fprintf(to, "usage: tandem-bench COMMAND [options]\n");

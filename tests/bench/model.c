@@ -20,7 +20,7 @@ int td_bench_model(int argc, char **argv)
         return 2;
     }
     struct td_err err = {{0}};
-    td_bench_must(td_bench_shape_write(name, argv[optind], tokenizer, &err), &err);
+    td_bench_must(td_bench_shape_write(name, 0, argv[optind], tokenizer, &err), &err);
     printf("%s: config.json of gpt-oss-%s%s; start workers on it with --load-format dummy\n", argv[optind], name,
            tokenizer != NULL ? " and a tokenizer" : "");
     return 0;

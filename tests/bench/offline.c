@@ -211,15 +211,6 @@ static void bench_load(struct offline *b)
            middle, worst, rows);
 }
 
-static enum td_expert_form read_form(const char *text)
-{
-    if (strcmp(text, "bf16") == 0) return TD_EXPERTS_BF16;
-    if (strcmp(text, "fp8") == 0) return TD_EXPERTS_FP8;
-    if (strcmp(text, "mxfp4") == 0) return TD_EXPERTS_MXFP4;
-    fprintf(stderr, "tandem-bench: --moe-weights: \"%s\" is not bf16, fp8 or mxfp4\n", text);
-    exit(2);
-}
-
 static enum td_dtype read_kv(const char *text)
 {
     if (strcmp(text, "bf16") == 0) return TD_BF16;
@@ -277,7 +268,7 @@ int td_bench_offline(int argc, char **argv)
                                       : "--batches: at most 1024");
         return 2;
     }
-    b.o.form = read_form(form);
+    b.o.form = td_bench_expert_form(form);
     b.o.kv = read_kv(kv);
     b.o.n_seqs = most(&b.batches);
     uint32_t context = most(&b.contexts), prompt = most(&b.prompts);

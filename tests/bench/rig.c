@@ -136,7 +136,7 @@ static void open_model(const struct td_bench_rig_options *o, struct td_bench_rig
     struct td_model_options m = {.use_dummy_weights = o->model == NULL, .dummy_seed = 1, .tp = 1, .device = r->device};
     if (o->model == NULL) {
         TD_CHECK(mkdtemp(dir) != NULL);
-        td_bench_must(td_bench_shape_write(o->config, dir, NULL, &err), &err);
+        td_bench_must(td_bench_shape_write(o->config, 0, dir, NULL, &err), &err);
     }
     double begun = td_bench_now();
     enum td_status st = td_model_load(o->model != NULL ? o->model : dir, &m, &r->model, &err);

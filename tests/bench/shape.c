@@ -12,12 +12,15 @@ static const struct {
     uint32_t n_layers, n_experts;
 } shapes[] = {{"20b", 24, 32}, {"120b", 36, 128}};
 
-enum td_status td_bench_shape_config(const char *name, struct td_buf *out, struct td_err *err)
+enum td_status td_bench_shape_config(const char *name, uint32_t n_layers, struct td_buf *out, struct td_err *err)
 {
-    uint32_t n_layers = 0, n_experts = 0;
+    uint32_t n_experts = 0;
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
-        if (strcmp(name, shapes[i].name) == 0) n_layers = shapes[i].n_layers, n_experts = shapes[i].n_experts;
-    if (n_layers == 0) return td_err_set(err, TD_E_INVALID, "--config: \"%s\" is neither 20b nor 120b", name);
+        if (strcmp(name, shapes[i].name) == 0) {
+            n_experts = shapes[i].n_experts;
+            if (n_layers == 0) n_layers = shapes[i].n_layers;
+        }
+    if (n_experts == 0) return td_err_set(err, TD_E_INVALID, "--config: \"%s\" is neither 20b nor 120b", name);
     td_buf_printf(
         out,
         "{\"architectures\": [\"GptOssForCausalLM\"], \"model_type\": \"gpt_oss\", \"hidden_act\": \"silu\",\n"
@@ -67,11 +70,12 @@ static enum td_status copy_file(const char *from_dir, const char *dir, const cha
     return st;
 }
 
-enum td_status td_bench_shape_write(const char *name, const char *dir, const char *tokenizer, struct td_err *err)
+enum td_status td_bench_shape_write(const char *name, uint32_t n_layers, const char *dir, const char *tokenizer,
+                                    struct td_err *err)
 {
     struct td_buf config = {0};
     char path[4096];
-    enum td_status st = td_bench_shape_config(name, &config, err);
+    enum td_status st = td_bench_shape_config(name, n_layers, &config, err);
     if (st == TD_OK && mkdir(dir, 0777) != 0 && errno != EEXIST)
         st = td_err_set(err, TD_E_IO, "%s: %s", dir, strerror(errno));
     snprintf(path, sizeof path, "%s/config.json", dir);
@@ -88,6 +92,8 @@ void td_bench_shape_remove(const char *dir)
 {
     char path[4096];
     snprintf(path, sizeof path, "%s/config.json", dir);
+    unlink(path);
+    snprintf(path, sizeof path, "%s/model.safetensors", dir);
     unlink(path);
     rmdir(dir);
 }

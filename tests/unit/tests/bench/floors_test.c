@@ -18,7 +18,7 @@ static struct td_model_config shape(const char *name)
     struct td_buf text = {0};
     struct td_err err = {{0}};
     struct td_model_config c;
-    if (td_bench_shape_config(name, &text, &err) != TD_OK) fail_msg("%s", err.text);
+    if (td_bench_shape_config(name, 0, &text, &err) != TD_OK) fail_msg("%s", err.text);
     if (td_model_config_parse(td_buf_cstr(&text), text.n, &c, &err) != TD_OK) fail_msg("%s", err.text);
     td_buf_free(&text);
     return c;
@@ -95,7 +95,7 @@ static void a_shape_is_a_model_directory(void **state)
     char dir[] = "/tmp/td-shape-XXXXXX", made[64];
     assert_non_null(mkdtemp(dir));
     snprintf(made, sizeof made, "%s/120b", dir);
-    if (td_bench_shape_write("120b", made, NULL, &err) != TD_OK) fail_msg("%s", err.text);
+    if (td_bench_shape_write("120b", 0, made, NULL, &err) != TD_OK) fail_msg("%s", err.text);
     if (td_model_config_load(made, &c, &err) != TD_OK) fail_msg("%s", err.text);
     assert_int_equal(c.n_layers, 36);
     assert_int_equal(c.n_experts, 128);
@@ -106,7 +106,7 @@ static void a_shape_is_a_model_directory(void **state)
     assert_int_equal(access(made, F_OK), -1);
 
     /* With a tokenizer: its stop tokens, and no ids beyond its own. */
-    if (td_bench_shape_write("20b", made, "tests/tiny/tiny-model", &err) != TD_OK) fail_msg("%s", err.text);
+    if (td_bench_shape_write("20b", 0, made, "tests/tiny/tiny-model", &err) != TD_OK) fail_msg("%s", err.text);
     if (td_model_config_load(made, &c, &err) != TD_OK) fail_msg("%s", err.text);
     assert_int_equal(c.vocab, 201088);
     assert_true(c.n_token_ids <= 2048 && c.n_token_ids > 2000);
@@ -121,13 +121,13 @@ static void what_is_not_there_is_named(void **state)
     (void)state;
     struct td_err err = {{0}};
     struct td_buf text = {0};
-    assert_int_equal(td_bench_shape_config("7b", &text, &err), TD_E_INVALID);
+    assert_int_equal(td_bench_shape_config("7b", 0, &text, &err), TD_E_INVALID);
     assert_non_null(strstr(err.text, "--config: \"7b\""));
-    assert_int_equal(td_bench_shape_write("20b", "/nonexistent/x", NULL, &err), TD_E_IO);
+    assert_int_equal(td_bench_shape_write("20b", 0, "/nonexistent/x", NULL, &err), TD_E_IO);
     assert_non_null(strstr(err.text, "/nonexistent/x"));
     char dir[] = "/tmp/td-shape-XXXXXX";
     assert_non_null(mkdtemp(dir));
-    assert_int_equal(td_bench_shape_write("20b", dir, "/nonexistent", &err), TD_E_BAD_FILE);
+    assert_int_equal(td_bench_shape_write("20b", 0, dir, "/nonexistent", &err), TD_E_BAD_FILE);
     assert_non_null(strstr(err.text, "/nonexistent/tokenizer.json"));
     td_bench_shape_remove(dir);
     td_buf_free(&text);
