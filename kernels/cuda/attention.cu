@@ -1,6 +1,6 @@
-/* Paged attention with a sink: single rows go to the kernel that splits keys over blocks, the others to the one that
- * shares keys among rows. Both leave the other's sequences alone. Where rows must not depend on their company, all go to
- * the second: the first cuts keys where the batch makes it. */
+/* Paged attention with a sink: single rows go to the kernel that splits keys over blocks, or to the one for short windows;
+ * the others to the one that shares keys among rows. Each leaves the others' sequences alone. Where rows must not depend on
+ * their company, all go to the last: the first cuts keys where the batch makes it. */
 #include "kernels/cuda/cuda_int.h"
 
 /* Single rows read FP8 pages themselves; for a sequence of many rows they are widened first, one sequence at a time. */
@@ -15,7 +15,7 @@ static enum td_status attention_fp8(struct td_cuda_stream *s, const struct td_at
         struct td_attention_args one = *a;
         one.seqs = a->seqs + i;
         one.n_seqs = 1;
-        one.n_single = 0;
+        one.n_single = a->seqs_host[i].n_rows == 1;
         one.kv.pool = a->scratch;
         one.kv.layer = 0;
         one.kv.layout.dtype = TD_BF16;
@@ -42,7 +42,7 @@ enum td_status td_cuda_attention(struct td_stream *base, const struct td_attenti
     enum td_status st = TD_OK;
     if (l->dtype == TD_E4M3) return attention_fp8(s, a);
     if (s->is_batch_invariant) return td_cuda_attn_prefill(s, a);
-    if (a->n_single > 0) st = td_cuda_attn_decode(s, a);
+    if (a->n_single > 0) st = td_cuda_window_fits(a->window) ? td_cuda_attn_window(s, a) : td_cuda_attn_decode(s, a);
     if (st == TD_OK && a->n_single < a->n_seqs) st = td_cuda_attn_prefill(s, a);
     return st;
 }

@@ -1,24 +1,22 @@
 /* Attention of single rows: decode. Work is blocks of 64 keys of (sequence, KV head) units, laid end to end and dealt evenly
  * to thread blocks, so ragged batches balance; which thread block has what follows from the batch alone and is computed on
- * the device, so a graph holds for any lengths. A producer warp copies K and V from the pages through a ring; four warps
- * take 16 keys of each block, with max, sum and output of their own, added when a unit ends. The query heads of a KV head
- * are rows of one tensor-core tile.
+ * the device, so a graph holds for any lengths. A producer warp copies K and V from the pages through a ring; consumer warps
+ * take the ring's blocks in turn, each a whole one, with max, sum and output of its own, added when a unit ends. Keys are
+ * rows of the tensor-core tiles and the query heads of a KV head their columns: none of a tile is empty.
  *
  * A short unit goes to one thread block whole: cuts that fall into it move to its nearer end.
  *
- * A unit that several thread blocks share: each leaves its part in memory; the last to arrive adds the parts in order and
- * counts the sink, once. Nothing waits. */
+ * A unit that several thread blocks share: each leaves its part in memory, in four slices; whoever arrives last at a slice
+ * adds the parts in order and counts the sink, once. Nothing waits. */
+#include "kernels/cuda/attn_tile.cuh"
 #include "kernels/cuda/cuda_int.h"
-#include "kernels/cuda/e4m3.cuh"
-#include "kernels/cuda/mma.cuh"
 #include "kernels/cuda/traps.cuh"
 
-#define KEYS     64
-#define WARPS    4
-#define THREADS  (32 * (WARPS + 1))
+#define KEYS     TILE_KEYS
+#define SLICES   TILE_SLICES
 #define MAX_SEQS 512
 #define MIN_SHARE 2u /* blocks of keys a thread block should have: fewer would cost more in adding parts */
-#define ADD_AT_ONCE 18
+#define ADD_AT_ONCE 9
 
 struct decode_args {
     const td_bf16 *q;
@@ -32,24 +30,25 @@ struct decode_args {
     float scale_log2;
 };
 
-/* One shape of the kernel: stages of the ring, thread blocks a multiprocessor, pages of FP8. */
-template <int STAGES_, int BLOCKS_, bool IS_FP8_> struct shape {
-    static constexpr int STAGES = STAGES_, BLOCKS = BLOCKS_;
+/* One shape of the kernel: consumer warps, stages of the ring, pages of FP8. Stages are a multiple of the warps, so each
+ * belongs to one: a warp that waited for another's stage could be a lap behind, and a barrier's parity would lie to it. */
+template <int WARPS_, int STAGES_, bool IS_FP8_> struct shape {
+    static constexpr int WARPS = WARPS_, STAGES = STAGES_, THREADS = 32 * (WARPS + 1);
     static constexpr bool IS_FP8 = IS_FP8_;
     static constexpr uint32_t ROW = IS_FP8 ? 64 : 128; /* bytes of a key */
+    static_assert(STAGES % WARPS == 0 && WARPS >= SLICES);
 };
-using bf16_shape = shape<5, 2, false>; /* for windows too: <3, 3> took 20.8 us for 128 of them where this takes 16.1 */
-using fp8_shape = shape<8, 2, true>;
+using bf16_shape = shape<4, 8, false>;
+using fp8_shape = shape<4, 16, true>;
 
 template <class S> struct decode_smem {
-    static constexpr int STAGES = S::STAGES;
-    alignas(1024) uint8_t k[STAGES][KEYS * S::ROW];
-    alignas(1024) uint8_t v[STAGES][KEYS * S::ROW];
-    float o[WARPS][8][64 + 4], max[WARPS][8], sum[WARPS][8];
-    uint64_t full[STAGES], empty[STAGES];
-    uint32_t warp_sums[THREADS / 32], is_last;
+    alignas(1024) uint8_t k[S::STAGES][KEYS * S::ROW];
+    alignas(1024) uint8_t v[S::STAGES][KEYS * S::ROW];
+    float4 o[S::WARPS][SLICES][32]; /* as the warps' lanes hold them */
+    float2 about[S::WARPS][8];      /* max and sum of each head */
+    uint64_t full[S::STAGES], empty[S::STAGES];
+    uint32_t warp_sums[S::THREADS / 32];
     uint32_t blocks_before[MAX_SEQS + 1]; /* of one KV head */
-    td_seq_rows seqs[MAX_SEQS];
 };
 
 /* What a sequence's row sees. */
@@ -109,12 +108,10 @@ template <class S> static __device__ uint32_t scan(const decode_args &a, decode_
 {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t before = 0;
-    for (uint32_t base = 0; base < a.n_seqs; base += THREADS) {
+    for (uint32_t base = 0; base < a.n_seqs; base += S::THREADS) {
         uint32_t i = base + threadIdx.x, n = 0;
         if (i < a.n_seqs) {
-            td_seq_rows q = a.seqs[i];
-            sm.seqs[i] = q;
-            n = view_of(a, q).n;
+            n = view_of(a, a.seqs[i]).n;
         }
         uint32_t up_to = n;
 #pragma unroll
@@ -126,7 +123,7 @@ template <class S> static __device__ uint32_t scan(const decode_args &a, decode_
         __syncthreads();
         uint32_t all = 0;
 #pragma unroll
-        for (uint32_t j = 0; j < THREADS / 32; j++) {
+        for (uint32_t j = 0; j < S::THREADS / 32; j++) {
             if (j < warp) up_to += sm.warp_sums[j];
             all += sm.warp_sums[j];
         }
@@ -155,7 +152,7 @@ static __device__ void produce(const decode_args &a, const CUtensorMap *map, dec
     stretch s = stretch_at(sm, a.n_seqs, a.n_kv_heads, at, end);
     uint32_t b = s.begin, i = 0;
     auto look = [&]() {
-        const td_seq_rows &q = sm.seqs[s.seq];
+        const td_seq_rows q = a.seqs[s.seq];
         const view v = view_of(a, q);
         const uint32_t key = (v.first + b) * KEYS + lane * a.box;
         lookup l = {min(at_once, s.end - b), 0, b + lane / n_boxes < s.end && key + a.box > v.lo && key <= v.hi, 0};
@@ -199,244 +196,153 @@ static __device__ void produce(const decode_args &a, const CUtensorMap *map, dec
     }
 }
 
-/* The same in a tile of rows of 64 bytes, chunk of 4. */
-static __device__ __forceinline__ uint32_t chunk_addr_fp8(const uint8_t *tile, uint32_t row, uint32_t chunk)
+template <class S>
+static __device__ __forceinline__ void load_queries(queries &to, const decode_args &a, const stretch &of)
 {
-    return smem_addr(tile) + row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
-}
-
-/* 16 bytes of row `row`, chunk `chunk` of 8, in a swizzled tile. */
-static __device__ __forceinline__ uint32_t chunk_addr(const uint8_t *tile, uint32_t row, uint32_t chunk)
-{
-    return smem_addr(tile) + row * 128 + ((chunk ^ (row & 7)) << 4);
-}
-
-/* Output, max and sum of 8 heads by 64; thread i of 128 has head i / 16, 4 components. */
-struct part {
-    float4 o;
-    float max, sum;
-};
-static __device__ __forceinline__ void add_part(part &p, float4 o, float max, float sum)
-{
-    float top = fmaxf(p.max, max), at = top == -INFINITY ? 0 : top, x = exp2_fast(p.max - at), y = exp2_fast(max - at);
-    p.o.x = p.o.x * x + o.x * y;
-    p.o.y = p.o.y * x + o.y * y;
-    p.o.z = p.o.z * x + o.z * y;
-    p.o.w = p.o.w * x + o.w * y;
-    p.sum = p.sum * x + sum * y;
-    p.max = top;
-}
-
-static __device__ __forceinline__ void finish(const decode_args &a, const part &p, uint32_t row, uint32_t kv_head,
-                                              float sink)
-{
-    const uint32_t head = threadIdx.x / 16, col = threadIdx.x % 16 * 4;
-    if (head >= a.group) return;
-    part all = p;
-    add_part(all, make_float4(0, 0, 0, 0), sink, sink == -INFINITY ? 0 : 1);
-    float inv = 1.0f / all.sum;
-    uint2 v = make_uint2(pack_bf16(all.o.x * inv, all.o.y * inv), pack_bf16(all.o.z * inv, all.o.w * inv));
-    *(uint2 *)(a.out + ((size_t)row * a.n_heads + kv_head * a.group + head) * 64 + col) = v;
+    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const td_bf16 *row = a.q + ((size_t)a.seqs[of.seq].row * a.n_heads + of.head * a.group + g) * 64;
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            to.f[k][j] = g < a.group ? *(const uint32_t *)(row + (S::IS_FP8 ? t * 16 + k * 4 + j * 2 : k * 16 + j * 8 + t * 2)) : 0;
 }
 
 template <class S>
-static __device__ void consume(const decode_args &a, decode_smem<S> &sm, uint32_t at, uint32_t end, uint32_t total,
-                               uint32_t n)
+static __device__ __forceinline__ void finish(const decode_args &a, part p, uint32_t row, uint32_t kv_head, uint32_t slice,
+                                              const float (&sink)[2])
 {
-    constexpr uint32_t STAGES = S::STAGES;
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const uint32_t key0 = warp * 16;
-    uint32_t i = 0, qf[4][2], q_next[4][2];
-    auto load_q = [&](uint32_t(&to)[4][2], const stretch &of) {
-        const td_bf16 *row = a.q + ((size_t)sm.seqs[of.seq].row * a.n_heads + of.head * a.group + g) * 64;
+    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    add_part(p, make_float4(0, 0, 0, 0), make_float2(sink[0], sink[0] == -INFINITY ? 0 : 1),
+             make_float2(sink[1], sink[1] == -INFINITY ? 0 : 1));
 #pragma unroll
-        for (int k = 0; k < 4; k++)
+    for (uint32_t j = 0; j < 2; j++) {
+        if (2 * t + j >= a.group) continue;
+        const float inv = 1.0f / p.about[j].y, one = (j == 0 ? p.o.x : p.o.y) * inv, two = (j == 0 ? p.o.z : p.o.w) * inv;
+        td_bf16 *to = a.out + ((size_t)row * a.n_heads + kv_head * a.group + 2 * t + j) * 64 + slice * 16;
+        if constexpr (S::IS_FP8) {
+            *(uint32_t *)(to + 2 * g) = pack_bf16(one, two);
+        } else {
+            to[g] = __float2bfloat16_rn(one);
+            to[g + 8] = __float2bfloat16_rn(two);
+        }
+    }
+}
+
+/* A warp's slice of a unit's stretch: added over the warps, then finished or, if other thread blocks have the rest, left for
+ * the last of them. c_first .. c_last: those thread blocks. */
+template <class S>
+static __device__ void leave(const decode_args &a, const decode_smem<S> &sm, const stretch &s, uint32_t row, uint32_t slice,
+                             uint32_t c_first, uint32_t c_last)
+{
+    const uint32_t lane = threadIdx.x % 32, t = lane % 4;
+    float sink[2] = {};
 #pragma unroll
-            for (int j = 0; j < 2; j++)
-                /* FP8: the products' order over a head is free; so that a lane's keys are 16 bytes in a row. */
-                to[k][j] = g < a.group ? *(const uint32_t *)(row + (S::IS_FP8 ? t * 16 + k * 4 + j * 2 : k * 16 + j * 8 + t * 2))
-                                       : 0;
+    for (uint32_t j = 0; j < 2; j++)
+        if (2 * t + j < a.group) {
+            sink[j] = a.sinks[s.head * a.group + 2 * t + j] * 1.44269504f;
+            if (TRAP(DECODE_SINK_SCALED)) sink[j] /= 8;
+            if (TRAP(DECODE_SINK_NONE)) sink[j] = -INFINITY;
+        }
+    part all = no_part();
+#pragma unroll
+    for (int w = 0; w < S::WARPS; w++) add_part(all, sm.o[w][slice][lane], sm.about[w][2 * t], sm.about[w][2 * t + 1]);
+    if (s.begin == 0 && s.end == s.n) {
+        finish<S>(a, all, row, s.head, slice, sink);
+        return;
+    }
+    /* A thread block has at most two parts: of the unit it begins inside, and of the one it ends inside. A slice of a part:
+     * 32 lanes' shares, then the heads' max and sum. */
+    constexpr uint32_t SLICE_FLOATS = TD_CUDA_PART_FLOATS / SLICES;
+    static_assert(SLICE_FLOATS >= 128 + 16);
+    auto place = [&](uint32_t c, uint32_t which) {
+        return a.parts + ((size_t)c * 2 + which) * TD_CUDA_PART_FLOATS + slice * SLICE_FLOATS;
     };
+    float *to = place(blockIdx.x, s.begin != 0 ? 0 : 1);
+    __stcg((float4 *)to + lane, all.o);
+    if (lane < 4) __stcg((float4 *)(to + 128) + t, make_float4(all.about[0].x, all.about[0].y, all.about[1].x, all.about[1].y));
+    __syncwarp();
+    uint32_t n_here = 0; /* what the warp stored is seen by whoever counts later */
+    uint32_t *counter = &a.counters[(s.seq * a.n_kv_heads + s.head) * SLICES + slice];
+    if (lane == 0) {
+        asm volatile("atom.add.acq_rel.gpu.u32 %0, [%1], 1;" : "=r"(n_here) : "l"(counter) : "memory");
+        if (n_here == c_last - c_first) *counter = 0;
+    }
+    n_here = __shfl_sync(~0u, n_here, 0);
+    if (n_here != c_last - c_first) return;
+    all = no_part();
+    for (uint32_t c = c_first; c <= c_last; c += ADD_AT_ONCE) {
+        float4 o_of[ADD_AT_ONCE], about[ADD_AT_ONCE];
+#pragma unroll
+        for (uint32_t j = 0; j < ADD_AT_ONCE; j++) {
+            const uint32_t part_of = min(c + j, c_last); /* the first one began inside its thread block's work */
+            const float *from = place(part_of, part_of == c_first ? 1 : 0);
+            o_of[j] = __ldcg((const float4 *)from + lane);
+            about[j] = __ldcg((const float4 *)(from + 128) + t);
+        }
+#pragma unroll
+        for (uint32_t j = 0; j < ADD_AT_ONCE; j++)
+            if (c + j <= c_last) add_part(all, o_of[j], make_float2(about[j].x, about[j].y), make_float2(about[j].z, about[j].w));
+        for (uint32_t j = 0; TRAP(DECODE_SINK_PER_SPLIT) && j < ADD_AT_ONCE && c + j <= c_last; j++)
+            add_part(all, make_float4(0, 0, 0, 0), make_float2(sink[0], 1), make_float2(sink[1], 1));
+    }
+    finish<S>(a, all, row, s.head, slice, sink);
+}
+
+template <class S>
+static __device__ void consume(const decode_args &a, decode_smem<S> &sm, uint32_t at, uint32_t end, uint32_t total, uint32_t n)
+{
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
     stretch s = stretch_at(sm, a.n_seqs, a.n_kv_heads, at, end), next = s;
-    load_q(qf, s);
+    queries q, q_next;
+    load_queries<S>(q, a, s);
+    q.scale[0] = q.scale[1] = a.scale_log2;
+    q_next = q;
+    uint32_t i = warp, first = 0; /* blocks: this warp's next, the stretch's first; both of all this thread block has */
     while (at < end) {
-        const td_seq_rows q = sm.seqs[s.seq];
-        const view v = view_of(a, q);
-        const uint32_t then = at + s.end - s.begin;
+        if constexpr (S::IS_FP8) as_halves(q, a.scale_log2);
+        const td_seq_rows seq = a.seqs[s.seq];
+        const view v = view_of(a, seq);
+        const uint32_t n_blocks = s.end - s.begin, then = at + n_blocks;
         if (then < end) { /* the next unit's queries arrive while this one is worked on */
             next = stretch_at(sm, a.n_seqs, a.n_kv_heads, then, end);
-            load_q(q_next, next);
+            load_queries<S>(q_next, a, next);
         }
-        float o[8][4] = {}, max = -INFINITY, sum = 0;
-        float sink = threadIdx.x / 16 < a.group ? a.sinks[s.head * a.group + threadIdx.x / 16] * 1.44269504f : 0;
-        if (TRAP(DECODE_SINK_SCALED)) sink /= 8;
-        if (TRAP(DECODE_SINK_NONE)) sink = -INFINITY;
-
-        for (uint32_t b = s.begin; b < s.end; b++, i++) {
-            uint32_t st = i % STAGES, base = (v.first + b) * KEYS + key0;
-            barrier_wait(&sm.full[st], i / STAGES & 1);
-            bool is_cut = base < v.lo || base + 15 > v.hi;
-            if (is_cut) { /* memory nobody wrote may hold NaN, and 0 NaN is NaN */
-                constexpr uint32_t WORDS = S::ROW / 16;
-                for (uint32_t w = lane; w < 16 * WORDS; w += 32) {
-                    uint32_t key = base + w / WORDS;
-                    if (key < v.lo || key > v.hi) ((uint4 *)sm.v[st])[key0 * WORDS + w] = make_uint4(0, 0, 0, 0);
-                }
-                fence_async(); /* before the copy engine overwrites it */
-                __syncwarp();
-            }
-            float z[2][4] = {};
-#pragma unroll
-            for (int n = 0; n < 2; n++) {
-                if constexpr (S::IS_FP8) {
-                    uint32_t kw[4];
-                    load_shared(kw, chunk_addr_fp8(sm.k[st], key0 + n * 8 + g, t));
-#pragma unroll
-                    for (int k = 0; k < 4; k++) {
-                        const uint2 kf = widen_e4m3(kw[k]);
-                        mma_bf16(z[n], qf[k][0], 0, qf[k][1], 0, kf.x, kf.y);
-                    }
-                } else {
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        uint32_t kf[4];
-                        ldmatrix_x4(kf, chunk_addr(sm.k[st], key0 + n * 8 + lane % 8, h * 4 + lane / 8));
-                        mma_bf16(z[n], qf[2 * h][0], 0, qf[2 * h][1], 0, kf[0], kf[1]);
-                        mma_bf16(z[n], qf[2 * h + 1][0], 0, qf[2 * h + 1][1], 0, kf[2], kf[3]);
-                    }
-                }
-            }
-            if (is_cut) {
-#pragma unroll
-                for (int n = 0; n < 2; n++)
-#pragma unroll
-                    for (int j = 0; j < 2; j++) {
-                        uint32_t key = base + n * 8 + t * 2 + j;
-                        if (key < v.lo || key > v.hi) z[n][j] = -INFINITY;
-                    }
-            }
-            float top = fmaxf(fmaxf(z[0][0], z[0][1]), fmaxf(z[1][0], z[1][1]));
-            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-            top = fmaxf(max, top * a.scale_log2);
-            float zero_at = top == -INFINITY ? 0 : top, alpha = exp2_fast(max - zero_at);
-            max = top;
-            float p[2][2];
-#pragma unroll
-            for (int n = 0; n < 2; n++)
-#pragma unroll
-                for (int j = 0; j < 2; j++) p[n][j] = exp2_fast(fmaf(z[n][j], a.scale_log2, -zero_at));
-            sum = sum * alpha + ((p[0][0] + p[0][1]) + (p[1][0] + p[1][1]));
-            uint32_t p0 = pack_bf16(p[0][0], p[0][1]), p1 = pack_bf16(p[1][0], p[1][1]);
-#pragma unroll
-            for (int d = 0; d < 8; d++) {
-                o[d][0] *= alpha;
-                o[d][1] *= alpha;
-            }
-            if constexpr (S::IS_FP8) {
-#pragma unroll
-                for (int c = 0; c < 4; c += 2) { /* chunks of 16 components: even ones, odd ones */
-                    uint32_t vf[4];
-                    ldmatrix_x4_trans(vf, chunk_addr_fp8(sm.v[st], key0 + lane % 16, c + lane / 16));
-#pragma unroll
-                    for (int j = 0; j < 2; j++) {
-                        const uint2 lo = widen_e4m3_pairs(vf[2 * j]), hi = widen_e4m3_pairs(vf[2 * j + 1]);
-                        mma_bf16(o[2 * (c + j)], p0, 0, p1, 0, lo.x, hi.x);
-                        mma_bf16(o[2 * (c + j) + 1], p0, 0, p1, 0, lo.y, hi.y);
-                    }
-                }
-            } else {
-#pragma unroll
-                for (int d = 0; d < 4; d++) { /* 16 components: keys 0-7, 8-15 of each 8 */
-                    uint32_t vf[4];
-                    ldmatrix_x4_trans(vf, chunk_addr(sm.v[st], key0 + lane % 16, d * 2 + lane / 16));
-                    mma_bf16(o[2 * d], p0, 0, p1, 0, vf[0], vf[1]);
-                    mma_bf16(o[2 * d + 1], p0, 0, p1, 0, vf[2], vf[3]);
-                }
-            }
+        state x = {{}, {-INFINITY, -INFINITY}, {}};
+        for (; i < first + n_blocks; i += S::WARPS) {
+            const uint32_t st = i % S::STAGES;
+            barrier_wait(&sm.full[st], i / S::STAGES & 1);
+            attend<S>(x, q, sm.k[st], sm.v[st], (v.first + s.begin + i - first) * KEYS, v.lo, v.hi);
             __syncwarp();
             if (lane == 0) barrier_arrive(&sm.empty[st]);
         }
-
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
+        first += n_blocks;
 #pragma unroll
-        for (int d = 0; d < 8; d++) {
-            if constexpr (S::IS_FP8) {
-                if (d % 2 == 0)
-                    *(float4 *)&sm.o[warp][g][d * 8 + t * 4] = make_float4(o[d][0], o[d + 1][0], o[d][1], o[d + 1][1]);
-            } else
-                *(float2 *)&sm.o[warp][g][d * 8 + t * 2] = make_float2(o[d][0], o[d][1]);
-        }
-        if (t == 0) {
-            sm.max[warp][g] = max;
-            sm.sum[warp][g] = sum;
-        }
-        named_barrier<1, WARPS * 32>();
-        const uint32_t head = threadIdx.x / 16, col = threadIdx.x % 16 * 4;
-        part all = {make_float4(0, 0, 0, 0), -INFINITY, 0};
+        for (int j = 0; j < 2; j++)
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) add_part(all, *(const float4 *)&sm.o[w][head][col], sm.max[w][head], sm.sum[w][head]);
-
-        if (s.begin == 0 && s.end == s.n) {
-            finish(a, all, q.row, s.head, sink);
-        } else {
-            /* A thread block has at most two parts: of the unit it begins inside, and of the one it ends inside. */
-            const uint32_t slot = s.begin != 0 ? 0 : 1;
-            float *to = a.parts + ((size_t)blockIdx.x * 2 + slot) * TD_CUDA_PART_FLOATS;
-            *(float4 *)(to + head * 64 + col) = all.o;
-            if (col == 0) {
-                to[512 + head] = all.max;
-                to[520 + head] = all.sum;
-            }
-            named_barrier<1, WARPS * 32>();
+            for (int by = 4; by < 32; by *= 2) x.sum[j] += __shfl_xor_sync(~0u, x.sum[j], by);
+#pragma unroll
+        for (int m = 0; m < SLICES; m++) sm.o[warp][m][lane] = make_float4(x.o[m][0], x.o[m][1], x.o[m][2], x.o[m][3]);
+        if (lane < 4) {
+            sm.about[warp][2 * t] = make_float2(x.max[0], x.sum[0]);
+            sm.about[warp][2 * t + 1] = make_float2(x.max[1], x.sum[1]);
+        }
+        named_barrier<1, S::WARPS * 32>();
+        if (warp < SLICES) {
             /* Thread block c has blocks c total / n up to (c + 1) total / n. */
             const uint32_t unit_at = at - s.begin;
-            const uint32_t c_first = (uint32_t)((((uint64_t)unit_at + 1) * n - 1) / total);
-            const uint32_t c_last = (uint32_t)((((uint64_t)unit_at + s.n) * n - 1) / total);
-            if (threadIdx.x == 0) {
-                uint32_t *counter = &a.counters[s.seq * a.n_kv_heads + s.head];
-                uint32_t n_here; /* what the barrier gathered is seen by whoever counts later */
-                asm volatile("atom.add.acq_rel.gpu.u32 %0, [%1], 1;" : "=r"(n_here) : "l"(counter) : "memory");
-                sm.is_last = n_here == c_last - c_first;
-                if (sm.is_last) *counter = 0;
-            }
-            named_barrier<1, WARPS * 32>();
-            if (sm.is_last) {
-                part sum_of = {make_float4(0, 0, 0, 0), -INFINITY, 0};
-                for (uint32_t c = c_first; c <= c_last; c += ADD_AT_ONCE) {
-                    float4 o_of[ADD_AT_ONCE];
-                    float max_of[ADD_AT_ONCE], add[ADD_AT_ONCE];
-#pragma unroll
-                    for (uint32_t j = 0; j < ADD_AT_ONCE; j++) {
-                        uint32_t part_of = min(c + j, c_last); /* the first one began inside its thread block's work */
-                        const float *from =
-                            a.parts + ((size_t)part_of * 2 + (part_of == c_first ? 1 : 0)) * TD_CUDA_PART_FLOATS;
-                        o_of[j] = __ldcg((const float4 *)(from + head * 64 + col));
-                        max_of[j] = __ldcg(from + 512 + head);
-                        add[j] = __ldcg(from + 520 + head);
-                    }
-#pragma unroll
-                    for (uint32_t j = 0; j < ADD_AT_ONCE; j++)
-                        if (c + j <= c_last) add_part(sum_of, o_of[j], max_of[j], add[j]);
-                    for (uint32_t j = 0; TRAP(DECODE_SINK_PER_SPLIT) && j < ADD_AT_ONCE && c + j <= c_last; j++)
-                        add_part(sum_of, make_float4(0, 0, 0, 0), sink, sink == -INFINITY ? 0 : 1);
-                }
-                finish(a, sum_of, q.row, s.head, sink);
-            }
+            leave(a, sm, s, seq.row, warp, (uint32_t)((((uint64_t)unit_at + 1) * n - 1) / total),
+                  (uint32_t)((((uint64_t)unit_at + s.n) * n - 1) / total));
         }
-        named_barrier<1, WARPS * 32>(); /* sm.o is free again */
+        named_barrier<1, S::WARPS * 32>(); /* sm.o is free again */
         at = then;
         s = next;
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-#pragma unroll
-            for (int j = 0; j < 2; j++) qf[k][j] = q_next[k][j];
+        q = q_next;
     }
 }
 
 template <class S>
-static __global__ void __launch_bounds__(THREADS, S::BLOCKS)
+static __global__ void __launch_bounds__(S::THREADS, 1)
     attn_decode(const __grid_constant__ CUtensorMap kv_map, const decode_args a)
 {
     extern __shared__ uint8_t raw[];
@@ -446,7 +352,7 @@ static __global__ void __launch_bounds__(THREADS, S::BLOCKS)
         map_prefetch(&kv_map);
         for (int i = 0; i < S::STAGES; i++) {
             barrier_init(&sm.full[i], 1);
-            barrier_init(&sm.empty[i], WARPS);
+            barrier_init(&sm.empty[i], 1);
         }
         barrier_init_fence();
     }
@@ -455,7 +361,7 @@ static __global__ void __launch_bounds__(THREADS, S::BLOCKS)
     if (blockIdx.x >= n) return;
     const uint32_t at = cut_at(a, sm, blockIdx.x, n, total), end = cut_at(a, sm, blockIdx.x + 1, n, total);
     if (at >= end) return;
-    if (threadIdx.x >= WARPS * 32) {
+    if (threadIdx.x >= S::WARPS * 32) {
         produce(a, &kv_map, sm, at, end); /* what earlier passes stored needs no wait */
     } else {
         before();
@@ -467,17 +373,16 @@ template <class S>
 static enum td_status start(struct td_cuda_stream *s, const CUtensorMap &kv_map, const decode_args &p)
 {
     const int bytes = sizeof(decode_smem<S>) + 1024;
-    static_assert(S::BLOCKS <= TD_CUDA_PART_BLOCKS);
     cudaError_t e = cudaFuncSetAttribute(attn_decode<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (e != cudaSuccess) return td_cuda_status(e, "attn_decode");
     return td_cuda_status(
-        launch(attn_decode<S>, S::BLOCKS * (uint32_t)s->n_sms, THREADS, bytes, s->s, kv_map, p), "attn_decode");
+        launch(attn_decode<S>, (uint32_t)s->n_sms, S::THREADS, bytes, s->s, kv_map, p), "attn_decode");
 }
 
 enum td_status td_cuda_attn_decode(struct td_cuda_stream *s, const struct td_attention_args *a)
 {
     const struct td_kv_group_layout *l = &a->kv.layout;
-    if (a->n_seqs > MAX_SEQS || (uint64_t)a->n_seqs * a->n_kv_heads > TD_CUDA_MAX_UNITS) return TD_E_UNSUPPORTED;
+    if (a->n_seqs > MAX_SEQS || (uint64_t)a->n_seqs * a->n_kv_heads * SLICES > TD_CUDA_MAX_UNITS) return TD_E_UNSUPPORTED;
     decode_args p = {};
     p.q = (const td_bf16 *)a->q;
     p.seqs = a->seqs;

@@ -18,7 +18,7 @@ extern "C" {
 #define TD_BF16_BYTES 2u
 
 /* Attention over single rows keeps partial results of sequences that several blocks share. */
-#define TD_CUDA_PART_FLOATS (8u * 64u + 16u)
+#define TD_CUDA_PART_FLOATS (4u * (8u * 16u + 16u))
 #define TD_CUDA_PART_BLOCKS 3          /* thread blocks a multiprocessor that leave parts */
 #define TD_CUDA_MAX_UNITS   (1u << 16) /* sequences x KV heads of a batch */
 
@@ -78,6 +78,9 @@ enum td_status td_cuda_map_heads(CUtensorMap *out, const void *base, uint32_t to
 enum td_status td_cuda_attn_prefill(struct td_cuda_stream *s, const struct td_attention_args *a);
 /* Sequence seq's FP8 pages into a->scratch as bf16, block first_block first. UNSUPPORTED: the scratch is too small. */
 enum td_status td_cuda_widen_kv(struct td_cuda_stream *s, const struct td_attention_args *a, uint32_t seq);
+/* Single rows over a window of bf16 pages, if it is one that fits; the others go to attn_decode. */
+bool td_cuda_window_fits(uint32_t window);
+enum td_status td_cuda_attn_window(struct td_cuda_stream *s, const struct td_attention_args *a);
 enum td_status td_cuda_attn_decode(struct td_cuda_stream *s, const struct td_attention_args *a);
 
 enum td_status td_cuda_scatter(struct td_stream *s, const struct td_piece *pieces, uint32_t n);

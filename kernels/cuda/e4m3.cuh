@@ -20,11 +20,6 @@ static __device__ __forceinline__ uint2 widen_e4m3(uint32_t w)
 {
     return make_uint2(widen_e4m3_halves(__byte_perm(w, 0, 0x1404)), widen_e4m3_halves(__byte_perm(w, 0, 0x3424)));
 }
-/* Codes 0, 2 and 1, 3. */
-static __device__ __forceinline__ uint2 widen_e4m3_pairs(uint32_t w)
-{
-    return make_uint2(widen_e4m3_halves(__byte_perm(w, 0, 0x2404)), widen_e4m3_halves(__byte_perm(w, 0, 0x3414)));
-}
 
 static __device__ __forceinline__ void load_shared(uint32_t (&r)[4], uint32_t addr)
 {

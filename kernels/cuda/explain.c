@@ -67,5 +67,5 @@ void td_cuda_explain(const struct td_device *d, const struct td_explain_shape *s
     line(user, "op=attention rows=many kernel=prefill keys=128 stages=3 warpgroups=3");
     line(user, c->is_batch_invariant
                    ? "op=attention rows=single kernel=prefill: --batch-invariant"
-                   : "op=attention rows=single kernel=decode keys=64 stages=5 blocks_a_multiprocessor=2");
+                   : "op=attention rows=single kernel=decode keys=64 stages=8 warps=4; windows: kernel=window warps=3 keys_a_warp=48");
 }

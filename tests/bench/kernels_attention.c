@@ -48,8 +48,14 @@ double td_bench_attn(struct pair *p, uint32_t n_seqs, uint32_t ctx, uint32_t row
     td_device_upload(p->gpu, d_seqs, seqs, n_seqs * sizeof *seqs);
     td_device_upload(p->gpu, d_pages, pages, n_pages * 4ul);
     td_device_upload(p->gpu, d_sinks, sinks, sizeof sinks);
+    const size_t scratch_bytes = is_fp8 && rows > 1 ? td_kv_layer_bytes(&l) * 2 : 16; /* pages widened */
+    void *scratch;
+    td_bench_gpu_must(p, td_device_alloc(p->gpu, scratch_bytes, &scratch), "memory");
     struct attn t = {.a = {.kv = {.layout = l},
                            .seqs = d_seqs,
+                           .seqs_host = seqs,
+                           .scratch = scratch,
+                           .scratch_bytes = scratch_bytes,
                            .pages = d_pages,
                            .n_seqs = n_seqs,
                            .n_rows = n_seqs * rows,
@@ -66,6 +72,7 @@ double td_bench_attn(struct pair *p, uint32_t n_seqs, uint32_t ctx, uint32_t row
     t.a.kv.pool = td_bench_values(p, td_kv_pool_bytes(&l) / 2);
     double s = td_bench_time(p, (struct td_bench_call){run_attn, &t}, turns, n);
     td_device_free(p->gpu, t.a.kv.pool);
+    td_device_free(p->gpu, scratch);
     td_device_free(p->gpu, q);
     td_device_free(p->gpu, out);
     td_device_free(p->gpu, d_seqs);
@@ -91,6 +98,12 @@ void td_bench_attention(struct pair *p)
     if (!td_bench_mode.is_short)
         printf("%-52s %9.1f us  %.1f %% of the full layer's\n", "prefill attention, window, 8192 tokens", s * 1e6,
                100 * s / full_8k);
+    if (!td_bench_mode.is_short) {
+        is_fp8 = 1;
+        s = td_bench_attn(p, 1, 8192, 8192, 0, 4, 12);
+        is_fp8 = 0;
+        td_bench_row_flops("prefill attention, full, FP8 pages, 8192 tokens", s, 2.0 * 8192 * 8193 * 64 * 64);
+    }
     static const uint32_t shapes[][2] = {{1, 1024},  {1, 8192},   {1, 32768}, {8, 8192},
                                          {32, 8192}, {128, 8192}, {32, 1024}, {128, 1024}};
     for (int i = td_bench_mode.is_short ? 6 : 0; i < 8; i++) {

@@ -552,6 +552,9 @@ static void check_attention(struct pair *p)
     check_attention_of(p, shapes[0], 0, many, COUNT(many), "of 200 ragged rows", NO_TRAP);
     check_attention_of(p, shapes[0], 128, many, COUNT(many), "of 200 ragged rows", NO_TRAP);
     check_attention_of(p, shapes[7], 0, many, COUNT(many), "of 200 ragged rows", NO_TRAP);
+    check_attention_of(p, shapes[0], 200, many, COUNT(many), "of 200 ragged rows",
+                       NO_TRAP); /* longer windows than the model's */
+    check_attention_of(p, shapes[3], 47, many, COUNT(many), "of 200 ragged rows", NO_TRAP);
 }
 
 static void check_traps(struct pair *p)
