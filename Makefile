@@ -228,7 +228,7 @@ $(BUILD)/obj/traps/%.cu.o: %.cu
 # A folder that needs nothing but a driver where it runs: checks, plug-in, checkpoint. GPU_HERE: this machine has one.
 GPU_TREE   := $(BUILD)/gpu
 GPU_LIBS   := $(call link_libs,common/base kernels common/loop common/coll common/model common/engine)
-GPU_SHARED := $(addprefix tests/kernels/,pair.c golden.c draws.c traps.c invariance.c planted.c experts_layer.c experts_modes.c)
+GPU_SHARED := $(addprefix tests/kernels/,pair.c golden.c draws.c traps.c invariance.c moves.c planted.c experts_layer.c experts_modes.c)
 GPU_STATIC := -l:libuv_a.a -l:libjansson.a -l:libxxhash.a -lm -ldl
 GPU_HERE    = $(wildcard /dev/nvidia0)
 $(GPU_TREE)/bin/%: $(BUILD)/obj/tests/kernels/%.o $(patsubst %.c,$(BUILD)/obj/%.o,$(GPU_SHARED)) $(GPU_LIBS)

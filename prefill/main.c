@@ -45,13 +45,15 @@ static enum td_status start_sender(struct td_prefill_daemon *d, struct td_err *e
         .xfer = w->xfer_ops,
         .incarnation = w->incarnation,
         .layout = w->descriptor.layout,
+        .is_staged = w->staging != NULL,
         .self = d,
         .ended = td_prefill_daemon_on_send_ended,
     };
     o.source.n_ranks = w->cfg.tp;
     for (int g = 0; g < TD_KV_N_GROUPS; g++) {
         o.source.kv[g] = w->kv_layout[g];
-        for (uint32_t r = 0; r < w->cfg.tp; r++) o.source.base[r][g] = w->xfer_ops->pool_base(w->pools[r][g]); /* staged: a copy */
+        for (uint32_t r = 0; r < w->cfg.tp; r++)
+            o.source.base[r][g] = w->xfer_ops->pool_base(w->pools[r][g]); /* staged: a copy */
     }
     enum td_status st = td_prefill_send_start(d->send, w->xfer, &o);
     return st == TD_OK ? TD_OK : td_err_set(err, st, "%s", td_status_text(st));

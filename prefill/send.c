@@ -1,6 +1,7 @@
 #include "prefill/send.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,6 +16,7 @@ struct td_prefill_send {
     struct td_prefill_send_options o;
     struct td_xfer *x;
     struct td_tx *tx; /* NULL until started */
+    char way[64];
 };
 
 enum td_status td_prefill_send_create(struct td_prefill_send **out)
@@ -126,13 +128,20 @@ enum td_status td_prefill_send_introduce(struct td_prefill_send *ps, uint64_t de
         ps->o.xfer->peer_close(peer);
         return td_err_set(err, st, "no memory for decode worker %s", d.name);
     }
-    TD_INFO("decode_worker_known", "decode=%016" PRIx64 " name=%s ranks=%u sliding_pages=%u full_pages=%u", decode,
-            d.name, d.n_ranks, ranks.remote.kv[TD_KV_SLIDING].n_pages, ranks.remote.kv[TD_KV_FULL].n_pages);
+    const char *way = td_prefill_send_transport(ps, decode);
+    TD_INFO("decode_worker_known",
+            "decode=%016" PRIx64 " name=%s ranks=%u sliding_pages=%u full_pages=%u transport=\"%s\"", decode, d.name,
+            d.n_ranks, ranks.remote.kv[TD_KV_SLIDING].n_pages, ranks.remote.kv[TD_KV_FULL].n_pages, way);
+    td_metric_info("handoff_transport", "transport", way);
     return TD_OK;
 }
 
-const char *td_prefill_send_transport(const struct td_prefill_send *ps, uint64_t decode)
+const char *td_prefill_send_transport(struct td_prefill_send *ps, uint64_t decode)
 {
     struct td_xfer_peer *peer = td_tx_peer(ps->tx, decode);
-    return peer != NULL ? ps->o.xfer->peer_transport(peer) : "?";
+    if (peer == NULL) return "?";
+    const char *name = ps->o.xfer->peer_transport(peer);
+    if (!ps->o.is_staged) return name;
+    snprintf(ps->way, sizeof ps->way, "%s staged", name);
+    return ps->way;
 }

@@ -17,6 +17,7 @@ struct td_prefill_send_options {
     uint64_t incarnation;         /* ours */
     struct td_peer_layout layout; /* ours */
     struct td_tx_source source;
+    bool is_staged; /* source is a copy in host memory of pages that lie on a device */
     void *self;
     void (*ended)(void *self, struct td_tx_send *s, enum td_status st, uint64_t kv_bytes); /* sender.h */
 };
@@ -36,6 +37,8 @@ struct td_tx *td_prefill_send_tx(const struct td_prefill_send *ps);
  * another life. */
 enum td_status td_prefill_send_introduce(struct td_prefill_send *ps, uint64_t decode,
                                          const Tandem__V1__PeerDescriptor *m, struct td_err *err);
-const char *td_prefill_send_transport(const struct td_prefill_send *ps, uint64_t decode); /* "?": not known */
+/* How pages get there: xfer.h's peer_transport, with " staged" behind it where they leave the GPU by host memory; "?":
+ * not known. Until the next call. */
+const char *td_prefill_send_transport(struct td_prefill_send *ps, uint64_t decode);
 
 #endif

@@ -478,6 +478,7 @@ void td_prefill_worker_on_send_ended(void *self, struct td_tx_send *s, enum td_s
     done.kv_bytes = kv_bytes;
     done.handoff_us = (now(w) - r->first_ns) / 1000;
     done.transport = (char *)td_prefill_send_transport(w->send, r->decode);
+    td_metric_info("handoff_transport", "transport", done.transport);
     Tandem__V1__RunEvent ev = TANDEM__V1__RUN_EVENT__INIT;
     ev.event_case = TANDEM__V1__RUN_EVENT__EVENT_DONE;
     ev.done = &done;

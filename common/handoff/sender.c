@@ -205,7 +205,6 @@ static void finish(struct td_tx_send *s, enum td_status st)
     if (is_complete) {
         td_metric_add(TD_M_handoffs_completed, 1);
         td_metric_observe(TD_M_handoff_seconds, (double)(td_tx_now(tx) - s->finish_ns) / (double)TD_NS_PER_S);
-        td_metric_info("handoff_transport", "transport", tx->ports.xfer->peer_transport(s->path->xp));
     } else if (st != TD_OK) { /* OK: the first token ended the request, no KV was wanted */
         td_metric_add(TD_M_handoffs_failed, 1);
     }

@@ -117,8 +117,19 @@ def test_a_lost_decode_worker_costs_a_transfer_not_a_prefill(new_fleet):
 def test_transport_is_a_metric_and_is_one_sided(client, fleet):
     client.generate(tokens=golden("counting")["ids"], max_tokens=3)
     lines = metric_labels(fleet.prefill[0].http, "tandem_handoff_transport")
-    assert lines and any('transport="' in line for line in lines)
+    assert lines and any('transport="sysv mapped"' in line or 'transport="posix mapped"' in line for line in lines)
     assert '"one_sided": true' in json.dumps(fleet.prefill[0].statez())
+    assert "decode_worker_known" in fleet.prefill[0].log_text() and 'mapped"' in fleet.prefill[0].log_text()
+
+
+def test_puts_through_ucx_work_too(new_fleet):
+    fleet = new_fleet(prefill_flags=("--no-xfer-mapped",))
+    client = fleet.client()
+    prompt = golden("text of 500 tokens")
+    out = client.generate(tokens=prompt["ids"], max_tokens=len(prompt["greedy"]))
+    expect_golden(out.ids, prompt, 0.05)
+    assert out.timing.transport in ("sysv", "posix") and out.timing.handoff_bytes == closed_form(prompt["n"])
+    client.close()
 
 
 def test_no_kv_is_sent_when_the_first_token_ends_the_request(client, fleet):

@@ -10,6 +10,7 @@
 #include "tests/kernels/draws.h"
 #include "tests/kernels/golden.h"
 #include "tests/kernels/invariance.h"
+#include "tests/kernels/moves.h"
 #include "tests/kernels/pair.h"
 #include "tests/kernels/planted.h"
 #include "tests/kernels/traps.h"
@@ -642,6 +643,10 @@ int main(int argc, char **argv)
         static const uint32_t lots[] = {4500};
         check_linear(&p, 5120, 288, lots, 1); /* the widest tiles */
         pair_report(&p, "products");
+    }
+    if (WANTED("moves")) {
+        check_moves(&p);
+        pair_report(&p, "moves beside the ops");
     }
     if (WANTED("qkv")) {
         static const uint32_t rows[] = {1, 8, 9, 17, 32, 33, 64, 129, 300};

@@ -95,6 +95,35 @@ static void the_cpu_is_always_there_and_has_no_graphs(void **state)
     td_device_close(d);
 }
 
+static void note(void *arg) { ++*(int *)arg; }
+
+/* The CPU has done what a stream got, so whoever follows need not wait, and is told at once. */
+static void pieces_move_beside_and_somebody_is_told(void **state)
+{
+    (void)state;
+    struct td_device *d;
+    struct td_stream *s, *side;
+    int told = 0;
+    _Alignas(16) char from[64], to[64] = {0};
+    for (int i = 0; i < 64; i++) from[i] = (char)i;
+    const struct td_piece pieces[] = {{from, to + 48, 16}, {from + 16, to, 32}, {from, to, 0}};
+    assert_int_equal(td_device_open(&(struct td_device_options){0}, &d, NULL), TD_OK);
+    assert_int_equal(td_device_enter(d), TD_OK);
+    assert_int_equal(td_stream_create(d, 1, &s), TD_OK);
+    assert_int_equal(td_side_stream_create(d, &side), TD_OK);
+    assert_int_equal(td_stream_follow(side, s), TD_OK);
+    assert_int_equal(td_stream_scatter(side, pieces, 3), TD_OK);
+    assert_int_equal(td_stream_call(side, note, &told), TD_OK);
+    assert_int_equal(td_stream_sync(side), TD_OK);
+    assert_int_equal(told, 1);
+    assert_memory_equal(to, from + 16, 32);
+    for (int i = 32; i < 48; i++) assert_int_equal(to[i], 0);
+    assert_memory_equal(to + 48, from, 16);
+    td_stream_destroy(side);
+    td_stream_destroy(s);
+    td_device_close(d);
+}
+
 static void marks_tell_the_time_between_them(void **state)
 {
     (void)state;
@@ -127,6 +156,7 @@ int main(void)
         cmocka_unit_test(a_plug_in_that_is_missing_is_named),
         cmocka_unit_test(a_file_that_is_no_library_is_refused),
         cmocka_unit_test(the_cpu_refuses_experts_in_other_forms),
+        cmocka_unit_test(pieces_move_beside_and_somebody_is_told),
         cmocka_unit_test(marks_tell_the_time_between_them),
         cmocka_unit_test(the_cpu_is_always_there_and_has_no_graphs),
     };
