@@ -135,6 +135,7 @@ $(BUILD)/unit/%: $(BUILD)/obj/tests/unit/%.o $(SUPPORT_OBJ) $(call link_libs,$(L
 	@mkdir -p $(@D)
 	$(call say,link,$@)
 	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS) -lcmocka
+$(BUILD)/unit/common/engine/ahead_test: $(BUILD)/obj/tests/kernels/ahead.o # what the GPU is checked with
 .PHONY: unit-build unit
 unit-build: $(UNIT_BIN)
 # ONLY=common/text runs the tests whose path contains it.
@@ -186,7 +187,7 @@ $(SUPPORT_PRELOADS): $(BUILD)/lib/%.so: tests/support/preload/%.c
 SUPPORT_PROGS += $(SUPPORT_PRELOADS)
 # tests/bench: one program, a subcommand a row of commands.def.
 BENCH_OBJ   := $(patsubst %.c,$(BUILD)/obj/%.o,$(wildcard tests/bench/*.c) tests/kernels/pair.c)
-$(BUILD)/bin/tandem-bench: $(BENCH_OBJ) $(call link_libs,$(WORKER_LAYERS))
+$(BUILD)/bin/tandem-bench: $(BENCH_OBJ) $(call link_libs,$(WORKER_LAYERS) decode)
 	@mkdir -p $(@D)
 	$(call say,link,$@)
 	$(Q)$(CC) $(LDFLAGS) -o $@ $^ $(BASE_LIBS) $(UCX_LIBS)
@@ -228,7 +229,7 @@ $(BUILD)/obj/traps/%.cu.o: %.cu
 # A folder that needs nothing but a driver where it runs: checks, plug-in, checkpoint. GPU_HERE: this machine has one.
 GPU_TREE   := $(BUILD)/gpu
 GPU_LIBS   := $(call link_libs,common/base kernels common/loop common/coll common/model common/engine)
-GPU_SHARED := $(addprefix tests/kernels/,pair.c golden.c draws.c traps.c invariance.c moves.c planted.c experts_layer.c experts_modes.c)
+GPU_SHARED := $(addprefix tests/kernels/,pair.c golden.c ahead.c draws.c traps.c invariance.c moves.c planted.c experts_layer.c experts_modes.c)
 GPU_STATIC := -l:libuv_a.a -l:libjansson.a -l:libxxhash.a -lm -ldl
 GPU_HERE    = $(wildcard /dev/nvidia0)
 $(GPU_TREE)/bin/%: $(BUILD)/obj/tests/kernels/%.o $(patsubst %.c,$(BUILD)/obj/%.o,$(GPU_SHARED)) $(GPU_LIBS)

@@ -6,12 +6,20 @@
 /* Some seconds of undisturbed decoding. */
 #define RETURN_MARGIN_TOKENS 256u
 
+/* On the CPU nothing is to be gained: the step that runs and the planning of the next want the same processors. */
+static uint32_t step_depth(const struct td_worker *w)
+{
+    if (w->cfg.step_depth != 0) return w->cfg.step_depth;
+    return w->device != NULL ? 2 : 1;
+}
+
 /* Sliding pages of running sequences, of as many again whose KV is on its way, and of the chunk of a prompt computed
  * here. */
 static uint32_t sliding_pages(const struct td_worker *w)
 {
     uint32_t window = td_model_config_of(w->model)->window, page = w->cfg.kv_page_tokens;
-    uint64_t n = 2ull * w->cfg.max_batch * td_kv_span_pages(window, page) +
+    /* A step in flight still sees a position that the one planned behind it does not. */
+    uint64_t n = 2ull * w->cfg.max_batch * td_kv_span_pages(window + step_depth(w) - 1, page) +
                  td_kv_span_pages(window - 1 + w->cfg.local_prefill_tokens, page);
     return n < UINT32_MAX ? (uint32_t)n : UINT32_MAX;
 }
@@ -40,6 +48,7 @@ static enum td_status create_worker(struct td_decode_daemon *d, struct td_err *e
         .max_context_tokens = w->max_context_tokens,
         .max_batch = w->cfg.max_batch,
         .chunk_tokens = local_tokens(w),
+        .step_depth = step_depth(w),
         .has_prefix_cache = w->cfg.prefix_cache != 0,
         .return_margin_tokens = RETURN_MARGIN_TOKENS,
         .quarantine_ms = w->cfg.quarantine,

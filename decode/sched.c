@@ -5,6 +5,7 @@
 #include "common/base/check.h"
 #include "common/base/mem.h"
 #include "common/engine/kv_split.h"
+#include "common/engine/sample.h"
 #include "common/metrics/metrics.h"
 
 /* How long steps take: medians, which outliers do not move. */
@@ -26,22 +27,35 @@ struct td_decode_sched {
     struct td_list queue, batch; /* both oldest first */
     uint32_t n_queued, n_running;
     struct pace pace;
-    bool is_in_flight, has_stalled;
-    struct td_batch step;
-    struct td_segment *segments; /* max_batch of them; user: the sequence */
-    struct td_page_copy *copies; /* a pair for each of them */
+    bool has_stalled;
+    struct step {
+        struct td_batch batch;
+        struct td_segment *segments; /* max_batch of them; user: the sequence */
+        struct td_page_copy *copies; /* a pair for each of them */
+    } steps[TD_DECODE_MAX_DEPTH];    /* n_in_flight of them are, from first on */
+    uint32_t first, n_in_flight;
 };
+
+/* i-th in flight, or the one that would be next. */
+static struct step *step_at(const struct td_decode_sched *s, uint32_t i)
+{
+    return (struct step *)&s->steps[(s->first + i) % TD_DECODE_MAX_DEPTH];
+}
 
 enum td_status td_decode_sched_create(const struct td_decode_sched_options *o, struct td_kv_pages *kv,
                                       const struct td_decode_sched_owner *owner, struct td_decode_sched **out)
 {
     struct td_decode_sched *s = td_calloc(1, sizeof *s);
     if (s == NULL) return TD_E_NO_MEMORY;
-    s->segments = td_calloc(o->max_batch, sizeof *s->segments);
-    s->copies = td_calloc(o->max_batch, TD_KV_N_GROUPS * sizeof *s->copies);
-    if (s->segments == NULL || s->copies == NULL) {
-        td_decode_sched_destroy(s);
-        return TD_E_NO_MEMORY;
+    TD_CHECK(o->depth >= 1 && o->depth <= TD_DECODE_MAX_DEPTH);
+    for (uint32_t i = 0; i < TD_DECODE_MAX_DEPTH; i++) {
+        struct step *step = &s->steps[i];
+        step->segments = td_calloc(o->max_batch, sizeof *step->segments);
+        step->copies = td_calloc(o->max_batch, TD_KV_N_GROUPS * sizeof *step->copies);
+        if (step->segments == NULL || step->copies == NULL) {
+            td_decode_sched_destroy(s);
+            return TD_E_NO_MEMORY;
+        }
     }
     s->o = *o;
     s->kv = kv;
@@ -55,17 +69,20 @@ enum td_status td_decode_sched_create(const struct td_decode_sched_options *o, s
 void td_decode_sched_destroy(struct td_decode_sched *s)
 {
     if (s == NULL) return;
-    free(s->segments);
-    free(s->copies);
+    for (uint32_t i = 0; i < TD_DECODE_MAX_DEPTH; i++) {
+        free(s->steps[i].segments);
+        free(s->steps[i].copies);
+    }
     free(s);
 }
 
-bool td_decode_sched_is_in_flight(const struct td_decode_sched *s) { return s->is_in_flight; }
+uint32_t td_decode_sched_n_in_flight(const struct td_decode_sched *s) { return s->n_in_flight; }
 uint32_t td_decode_sched_n_step_prompt(const struct td_decode_sched *s)
 {
+    const struct td_batch *b = &step_at(s, 0)->batch;
     uint32_t n = 0;
-    for (uint32_t i = 0; i < s->step.n_segments; i++)
-        if (s->segments[i].n_tokens > 1) n += s->segments[i].n_tokens;
+    for (uint32_t i = 0; i < b->n_segments; i++)
+        if (b->segments[i].n_tokens > 1) n += b->segments[i].n_tokens;
     return n;
 }
 bool td_decode_sched_has_stalled(const struct td_decode_sched *s) { return s->has_stalled; }
@@ -227,7 +244,7 @@ void td_decode_sched_remove(struct td_decode_sched *s, struct td_decode_seq *q)
     else
         s->n_running--;
     q->is_queued = q->is_in_batch = false;
-    if (!q->is_in_flight) release(s, q);
+    if (q->n_in_flight == 0) release(s, q);
 }
 
 /* --- planning ---------------------------------------------------------------------------------------------- */
@@ -268,6 +285,7 @@ static enum growth grow_group(struct td_decode_sched *s, struct td_decode_seq *q
     if (end <= q->end[g]) return GROWN;
     uint32_t n = end - q->end[g];
     while (td_kv_pages_alloc(s->kv, g, n, q->req->id, q->pages[g] + q->end[g]) != TD_OK) {
+        if (s->n_in_flight > 0) return WAITS;
         struct td_decode_seq *victim = find_younger(s, q);
         if (victim != NULL) {
             s->owner.no_pages(s->owner.self, victim, true);
@@ -283,7 +301,13 @@ static enum growth grow_group(struct td_decode_sched *s, struct td_decode_seq *q
     return GROWN;
 }
 
-/* Pages for the next n tokens of q, after those of sliding layers that no token from here on sees went back. */
+/* Its next position. */
+static uint32_t start_of(const struct td_decode_seq *q) { return q->n_cached + q->n_ahead; }
+/* Tokens that have positions to come: those that are known, and those that a step in flight draws. */
+static uint32_t n_pending(const struct td_decode_seq *q) { return q->req->n_tokens + q->n_draws - start_of(q); }
+
+/* Pages for the next n tokens of q, after those of sliding layers that no token from here on sees went back: from the
+ * first that a step in flight computes. */
 static enum growth grow(struct td_decode_sched *s, struct td_decode_seq *q, uint32_t n)
 {
     for (int g = 0; g < TD_KV_N_GROUPS; g++) {
@@ -291,7 +315,7 @@ static enum growth grow(struct td_decode_sched *s, struct td_decode_seq *q, uint
         uint32_t first, unused;
         td_kv_blocks(l, (enum td_kv_group)g, s->o.window_tokens, q->n_cached, &first, &unused);
         free_blocks(s, q, (enum td_kv_group)g, first);
-        enum growth gr = grow_group(s, q, (enum td_kv_group)g, (q->n_cached + n - 1) / l->page_tokens + 1);
+        enum growth gr = grow_group(s, q, (enum td_kv_group)g, (start_of(q) + n - 1) / l->page_tokens + 1);
         if (gr != GROWN) return gr;
     }
     uint32_t n_sliding = q->end[TD_KV_SLIDING] - q->first[TD_KV_SLIDING];
@@ -302,20 +326,21 @@ static enum growth grow(struct td_decode_sched *s, struct td_decode_seq *q, uint
 
 static void fill_segment(struct td_decode_seq *q, struct td_segment *seg)
 {
+    uint32_t start = start_of(q);
     *seg = (struct td_segment){
-        .tokens = q->req->tokens + q->n_cached,
+        .tokens = q->req->tokens + start,
         .n_tokens = q->n_step,
-        .start = q->n_cached,
+        .start = start,
+        .is_fed = start == q->req->n_tokens,
+        .fed_by = q->segment,
         .sampling = &q->req->sampling,
         .user = q,
     };
     for (int g = 0; g < TD_KV_N_GROUPS; g++)
         seg->table[g] = (struct td_page_table){
             .pages = q->pages[g] + q->first[g], .first_block = q->first[g], .n_blocks = q->end[g] - q->first[g]};
-    if (q->n_cached + q->n_step == q->req->n_tokens) td_token_request_want_token(q->req, seg);
+    if (q->n_step == n_pending(q)) td_token_request_want_token(q->req, q->n_draws, seg);
 }
-
-static uint32_t n_pending(const struct td_decode_seq *q) { return q->req->n_tokens - q->n_cached; }
 
 /* Where a row costs what a row costs, a quarter more are never too many. */
 static double least_beside(uint32_t n_decoding) { return n_decoding / 4 > 0 ? n_decoding / 4 : 1; }
@@ -332,14 +357,14 @@ static uint32_t local_budget(const struct td_decode_sched *s)
     return n < s->o.chunk_tokens ? (uint32_t)n : s->o.chunk_tokens;
 }
 
-static void observe(struct td_decode_sched *s, uint64_t took_ns)
+static void observe(struct td_decode_sched *s, const struct td_batch *b, uint64_t took_ns)
 {
     uint32_t n_decoding = 0, n_prompt = 0;
-    for (uint32_t i = 0; i < s->step.n_segments; i++) {
-        if (s->segments[i].n_tokens == 1 && s->segments[i].want_token)
+    for (uint32_t i = 0; i < b->n_segments; i++) {
+        if (b->segments[i].n_tokens == 1 && b->segments[i].want_token)
             n_decoding++;
         else
-            n_prompt += s->segments[i].n_tokens;
+            n_prompt += b->segments[i].n_tokens;
     }
     if (took_ns == 0 || n_decoding == 0) return;
     struct pace *p = &s->pace;
@@ -358,64 +383,112 @@ static void observe(struct td_decode_sched *s, uint64_t took_ns)
     if (p->token_ns < lowest) p->token_ns = lowest;
 }
 
-struct td_batch *td_decode_sched_plan(struct td_decode_sched *s)
+/* The token that is being drawn is its last, whatever it is. */
+static bool is_ending(const struct td_decode_seq *q)
 {
-    TD_CHECK(!s->is_in_flight);
-    s->has_stalled = false;
-    fill_batch(s);
+    return q->n_draws > 0 && q->req->n_tokens + q->n_draws >= q->req->n_tokens_max;
+}
+
+/* May a step be planned before those in flight are done? Not if a draw in it needs a token that they draw. */
+static bool can_go_ahead(const struct td_decode_sched *s)
+{
+    TD_LIST_FOREACH (it, &s->batch) {
+        const struct td_decode_seq *q = TD_LIST_ENTRY(it, struct td_decode_seq, link);
+        if (q->n_draws > 0 && !is_ending(q) && td_sampling_has_penalties(&q->req->sampling)) return false;
+    }
+    return true;
+}
+
+/* How much of each sequence is computed, and the pages for it. false: pages are wanted that may come back once nothing
+ * is in flight. */
+static bool choose(struct td_decode_sched *s)
+{
     uint32_t budget = local_budget(s);
     for (struct td_list *it = s->batch.next, *next; it != &s->batch; it = next) {
         struct td_decode_seq *q = TD_LIST_ENTRY(it, struct td_decode_seq, link);
-        uint32_t pending = n_pending(q);
-        q->n_step = pending == 1 || pending < budget ? pending : budget;
+        uint32_t pending = is_ending(q) ? 0 : n_pending(q);
+        q->n_step = pending <= 1 || pending < budget ? pending : budget;
         enum growth gr = q->n_step == 0 ? WAITS : grow(s, q, q->n_step); /* only removes sequences behind q */
         next = it->next;
         if (gr == GROWN) {
             if (pending > 1) budget -= q->n_step;
             continue;
         }
+        if (q->n_step > 0 && s->n_in_flight > 0) return false;
         if (q->n_step > 0) s->has_stalled = true;
         q->n_step = 0;
         /* Behind others it waits its turn elsewhere; the oldest of all has nobody left to wait for. */
         if (gr == GIVES_UP) s->owner.no_pages(s->owner.self, q, it != s->batch.next);
     }
+    return true;
+}
+
+struct td_batch *td_decode_sched_plan(struct td_decode_sched *s)
+{
+    TD_CHECK(s->n_in_flight < s->o.depth);
+    s->has_stalled = false;
+    if (s->n_in_flight > 0 && !can_go_ahead(s)) return NULL;
+    fill_batch(s);
+    if (!choose(s)) return NULL;
+    struct step *step = step_at(s, s->n_in_flight);
     uint32_t n = 0, n_copies = 0;
     TD_LIST_FOREACH (it, &s->batch) {
         struct td_decode_seq *q = TD_LIST_ENTRY(it, struct td_decode_seq, link);
         if (q->n_step == 0) continue;
-        fill_segment(q, &s->segments[n++]);
-        for (int g = 0; g < TD_KV_N_GROUPS && q->hit.has_copy; g++)
-            s->copies[n_copies++] =
+        struct td_segment *seg = &step->segments[n];
+        fill_segment(q, seg);
+        /* Before its first tokens; a second time it would undo what they wrote. */
+        for (int g = 0; g < TD_KV_N_GROUPS && q->hit.has_copy && q->n_ahead == 0; g++)
+            step->copies[n_copies++] =
                 (struct td_page_copy){(enum td_kv_group)g, q->hit.copy_from[g], q->pages[g][q->hit.n_blocks]};
-        q->is_in_flight = true;
+        q->segment = n++;
+        q->n_in_flight++;
+        q->n_ahead += seg->n_tokens;
+        q->n_draws += seg->want_token;
     }
     if (n == 0) return NULL;
-    s->step = (struct td_batch){
-        .segments = s->segments, .n_segments = n, .copies = s->copies, .n_copies = n_copies, .user = s};
-    s->is_in_flight = true;
-    return &s->step;
+    step->batch = (struct td_batch){
+        .segments = step->segments, .n_segments = n, .copies = step->copies, .n_copies = n_copies, .user = s};
+    s->n_in_flight++;
+    return &step->batch;
 }
 
-void td_decode_sched_done(struct td_decode_sched *s, enum td_status st, uint64_t took_ns)
+static void end_step(struct td_decode_sched *s, struct td_batch *b, enum td_status st)
 {
-    TD_CHECK(s->is_in_flight);
-    if (st == TD_OK) observe(s, took_ns);
-    s->is_in_flight = false;
-    for (uint32_t i = 0; i < s->step.n_segments; i++) {
-        struct td_segment *seg = &s->segments[i];
+    for (uint32_t i = 0; i < b->n_segments; i++) {
+        struct td_segment *seg = &b->segments[i];
         struct td_decode_seq *q = seg->user;
-        q->is_in_flight = false;
-        if (!q->is_in_batch) {
-            release(s, q); /* it left while it was computed */
+        q->n_in_flight--;
+        q->n_ahead -= seg->n_tokens;
+        q->n_draws -= seg->want_token;
+        if (!q->is_in_batch) { /* it left while it was computed */
+            if (q->n_in_flight == 0) release(s, q);
             continue;
         }
         if (st != TD_OK) {
             s->owner.broke(s->owner.self, q, st);
             continue;
         }
-        q->n_cached += q->n_step;
+        q->n_cached += seg->n_tokens;
         if (s->o.prefix != NULL) td_kv_prefix_copied(s->o.prefix, &q->hit);
         enter(s, q);
         if (seg->want_token) s->owner.drew(s->owner.self, q, seg);
     }
+}
+
+void td_decode_sched_done(struct td_decode_sched *s, enum td_status st, uint64_t took_ns)
+{
+    TD_CHECK(s->n_in_flight > 0);
+    struct td_batch *b = &step_at(s, 0)->batch;
+    if (st == TD_OK) observe(s, b, took_ns);
+    s->first = (s->first + 1) % TD_DECODE_MAX_DEPTH;
+    s->n_in_flight--;
+    end_step(s, b, st);
+}
+
+void td_decode_sched_refused(struct td_decode_sched *s, enum td_status st)
+{
+    TD_CHECK(s->n_in_flight > 0 && st != TD_OK);
+    s->n_in_flight--;
+    end_step(s, &step_at(s, s->n_in_flight)->batch, st);
 }

@@ -7,6 +7,14 @@
  * What is prefilled here must not hold up those that decode: beside them a chunk is as long as may double the step, as
  * measured, and no longer than chunk_tokens.
  *
+ * Steps ahead. With a depth of 2 the next step is planned while one runs, before its tokens are known: a sequence whose
+ * token is being drawn goes on from it (td_segment.is_fed), and if that token turns out to have been its last, what it
+ * computed is dropped. Its pages stay its own until no step in flight has it. Two things are not done ahead:
+ *   - where a draw depends on the tokens before it (penalties), the next step waits until they are known, for all
+ *     sequences: leaving that one out would halve its speed, waiting costs the others tens of microseconds;
+ *   - nobody is made to give way: pages of a step in flight do not come back. Where a page is missing, the step waits
+ *     until nothing is in flight.
+ *
  * Pages grow with the sequence and pages of sliding layers that left the window go back. When none is free, the
  * youngest sequence gives up its own, so that the oldest always advances. Age is that of the request, not of its stay
  * here: one that gave way keeps its rank when it comes back. */
@@ -27,9 +35,12 @@ struct td_decode_seq {
     uint32_t *pages[TD_KV_N_GROUPS];                     /* by block (position / page_tokens) */
     uint32_t first[TD_KV_N_GROUPS], end[TD_KV_N_GROUPS]; /* blocks held */
     uint32_t n_cached;                                   /* positions whose KV is in pages */
+    uint32_t n_ahead, n_draws;                           /* of steps in flight: positions, tokens that are drawn */
     struct td_kv_hit hit;                                /* what the prefix cache knew of it */
-    uint32_t n_step;                                     /* tokens in the step being planned or in flight */
-    bool is_queued, is_in_batch, is_in_flight;
+    uint32_t n_step;                                     /* tokens in the step that is planned */
+    uint32_t segment;                                    /* its place in the last step it was in */
+    uint32_t n_in_flight;                                /* steps */
+    bool is_queued, is_in_batch;
     struct td_list link;
 };
 
@@ -46,12 +57,15 @@ struct td_decode_sched_owner {
     void (*released)(void *self, struct td_decode_seq *s);
 };
 
+#define TD_DECODE_MAX_DEPTH 2u
+
 struct td_decode_sched_options {
     struct td_kv_group_layout kv[TD_KV_N_GROUPS];
     uint32_t window_tokens;
     struct td_kv_prefix *prefix; /* NULL: no cache */
     uint32_t max_batch;          /* sequences in a step */
     uint32_t chunk_tokens;       /* prompt tokens in a step, of all sequences that prefill here */
+    uint32_t depth;              /* steps in flight at a time, 1 to TD_DECODE_MAX_DEPTH */
 };
 
 struct td_decode_sched;
@@ -86,15 +100,19 @@ void td_decode_seq_take_pages(struct td_decode_seq *q, enum td_kv_group g, uint3
                               const uint32_t *pages);
 
 void td_decode_sched_add(struct td_decode_sched *s, struct td_decode_seq *q); /* to the queue */
-/* Leaves queue or batch. Its pages go back and released runs: now, or when the step in flight is done. */
+/* Leaves queue or batch. Its pages go back and released runs: now, or when the last step in flight that has it is done.
+ */
 void td_decode_sched_remove(struct td_decode_sched *s, struct td_decode_seq *q);
 
-/* The next step, or NULL if there is nothing to compute. Not while one is in flight. */
+/* The next step, or NULL if there is nothing to compute, or nothing before a step in flight is done. Only if fewer than
+ * the depth are in flight. */
 struct td_batch *td_decode_sched_plan(struct td_decode_sched *s);
-/* The step planned last is over; it took so long (0: not known). */
+/* The first of the steps in flight is over; it took so long (0: not known). */
 void td_decode_sched_done(struct td_decode_sched *s, enum td_status st, uint64_t took_ns);
-bool td_decode_sched_is_in_flight(const struct td_decode_sched *s);
-uint32_t td_decode_sched_n_step_prompt(const struct td_decode_sched *s); /* prompt tokens in the step in flight */
+/* The step planned last will not be computed: ends everything in it. */
+void td_decode_sched_refused(struct td_decode_sched *s, enum td_status st);
+uint32_t td_decode_sched_n_in_flight(const struct td_decode_sched *s);
+uint32_t td_decode_sched_n_step_prompt(const struct td_decode_sched *s); /* prompt tokens in the first step in flight */
 bool td_decode_sched_has_stalled(
     const struct td_decode_sched *s); /* the last plan left a sequence out for want of pages */
 uint32_t td_decode_sched_n_queued(const struct td_decode_sched *s);

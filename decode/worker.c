@@ -34,15 +34,19 @@ static void set_gauges(const struct td_decode_worker *w)
 
 static void start_step(struct td_decode_worker *w)
 {
-    if (w->is_broken || td_decode_sched_is_in_flight(w->sched)) return;
-    struct td_batch *b = td_decode_sched_plan(w->sched);
-    if (td_decode_sched_has_stalled(w->sched)) w->ports.env->timer_start(w->ports.env, &w->stall_timer, STALL_RETRY_NS);
-    if (b == NULL) return;
-    w->step_started_ns = td_decode_now(w);
-    enum td_status st = w->ports.submit(w->ports.self, b);
-    if (st == TD_OK) return;
-    TD_ERROR("step_refused", "status=%s segments=%u", td_status_name(st), b->n_segments);
-    td_decode_sched_done(w->sched, st, 0); /* ends everything that was in it */
+    while (!w->is_broken && td_decode_sched_n_in_flight(w->sched) < w->o.step_depth) {
+        bool is_first = td_decode_sched_n_in_flight(w->sched) == 0;
+        struct td_batch *b = td_decode_sched_plan(w->sched);
+        if (td_decode_sched_has_stalled(w->sched))
+            w->ports.env->timer_start(w->ports.env, &w->stall_timer, STALL_RETRY_NS);
+        if (b == NULL) return;
+        if (is_first) w->step_started_ns = td_decode_now(w);
+        enum td_status st = w->ports.submit(w->ports.self, b);
+        if (st == TD_OK) continue;
+        TD_ERROR("step_refused", "status=%s segments=%u", td_status_name(st), b->n_segments);
+        td_decode_sched_refused(w->sched, st);
+        return;
+    }
 }
 
 /* Streams that cannot be kept are closed; the others get their news. */
@@ -85,7 +89,7 @@ void td_decode_worker_leave(struct td_decode_worker *w)
     flush_streams(w);
     start_step(w); /* a stream that ended may have made room */
     set_gauges(w);
-    if (w->is_draining && !w->has_drained && w->n_requests == 0 && !td_decode_sched_is_in_flight(w->sched) &&
+    if (w->is_draining && !w->has_drained && w->n_requests == 0 && td_decode_sched_n_in_flight(w->sched) == 0 &&
         !has_unsent_news(w)) {
         w->has_drained = true;
         w->ports.drained(w->ports.self);
@@ -187,15 +191,17 @@ void td_decode_worker_on_step(struct td_decode_worker *w, enum td_status st)
     td_decode_worker_enter(w);
     w->n_steps++;
     td_metric_add(TD_M_steps, 1);
-    uint64_t took_ns = td_decode_now(w) - w->step_started_ns;
+    uint64_t t = td_decode_now(w), took_ns = t - w->step_started_ns;
+    w->step_started_ns = t; /* of the next, if it is there already */
     td_metric_observe(TD_M_step_seconds, (double)took_ns / (double)TD_NS_PER_S);
-    if (st != TD_OK && td_status_scope(st) == TD_SCOPE_PROCESS) w->is_broken = true;
+    bool breaks = !w->is_broken && st != TD_OK && td_status_scope(st) == TD_SCOPE_PROCESS;
+    if (breaks) w->is_broken = true;
     if (st == TD_OK) {
         uint32_t n_prompt = td_decode_sched_n_step_prompt(w->sched);
         td_pace_note(n_prompt > 0 ? &w->prompts : &w->steps, n_prompt > 0 ? n_prompt : 1, took_ns);
     }
     td_decode_sched_done(w->sched, st, took_ns);
-    if (w->is_broken) {
+    if (breaks) {
         td_decode_worker_end_all(w, st, "the engine failed");
         flush_streams(w);
         w->ports.broken(w->ports.self, st, "the engine failed");
@@ -272,7 +278,8 @@ enum td_status td_decode_worker_create(const struct td_decode_worker_options *o,
     struct td_decode_sched_options so = {.prefix = w->prefix,
                                          .window_tokens = o->window_tokens,
                                          .max_batch = o->max_batch,
-                                         .chunk_tokens = o->chunk_tokens};
+                                         .chunk_tokens = o->chunk_tokens,
+                                         .depth = o->step_depth};
     struct td_rx_options ro = {
         .incarnation = o->incarnation,
         .address = o->xfer_address,
@@ -302,7 +309,8 @@ void td_decode_worker_destroy(struct td_decode_worker *w)
     if (w == NULL) return;
     w->is_destroying = true;
     td_decode_worker_enter(w);
-    if (w->sched != NULL && td_decode_sched_is_in_flight(w->sched)) td_decode_sched_done(w->sched, TD_E_CANCELED, 0);
+    while (w->sched != NULL && td_decode_sched_n_in_flight(w->sched) > 0)
+        td_decode_sched_done(w->sched, TD_E_CANCELED, 0);
     TD_LIST_FOREACH_SAFE (it, &w->requests) {
         struct td_decode_request *r = TD_LIST_ENTRY(it, struct td_decode_request, in_worker);
         if (r->state != DS_LEAVING) td_decode_request_refuse(r, TD_E_CANCELED, "shutting down");

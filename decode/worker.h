@@ -19,7 +19,7 @@ struct td_decode_stream; /* one router's */
 struct td_decode_ports {
     struct td_env *env;
     void *self;
-    /* Computes a batch; td_decode_worker_on_step follows if OK. */
+    /* Computes a batch, after those submitted before; td_decode_worker_on_step follows if OK. */
     enum td_status (*submit)(void *self, struct td_batch *b);
     /* To a router. BUSY: not now (td_decode_worker_on_writable follows). */
     enum td_status (*send)(void *self, void *call, const Tandem__V1__DecodeEvents *ev);
@@ -30,7 +30,7 @@ struct td_decode_ports {
     /* Can KV come from that life of a prefill worker? UNKNOWN_PEER, MISMATCH, PEER_LOST: no, err says why. */
     enum td_status (*check_peer)(void *self, uint64_t prefill, struct td_err *err);
     enum td_status (*send_peer)(void *self, uint64_t prefill, uint8_t id, const void *data, size_t n);
-    const char *(*transport)(void *self, uint64_t prefill);         /* for DecodeFinished; "?" if not known */
+    const char *(*transport)(void *self, uint64_t prefill); /* for DecodeFinished; "?" if not known */
     /* KV of these pages came from a prefill worker: before anything reads it. May be NULL. */
     void (*arrived)(void *self, const uint32_t *const pages[TD_KV_N_GROUPS], const uint32_t n_pages[TD_KV_N_GROUPS]);
     void (*drained)(void *self);                                    /* once, after td_decode_worker_drain */
@@ -44,6 +44,7 @@ struct td_decode_worker_options {
     struct td_kv_group_layout kv[TD_KV_N_GROUPS];
     uint32_t window_tokens, n_ranks, n_vocab, max_context_tokens;
     uint32_t max_batch, chunk_tokens;
+    uint32_t step_depth;           /* batches in flight at a time (decode/sched.h) */
     uint32_t return_margin_tokens; /* beyond its tokens, for a request that was running elsewhere or here before */
     bool has_prefix_cache;
     uint32_t quarantine_ms;
@@ -61,7 +62,7 @@ void td_decode_worker_on_command(struct td_decode_worker *w, struct td_decode_st
                                  const Tandem__V1__DecodeCommand *cmd);
 void td_decode_worker_on_writable(struct td_decode_worker *w, struct td_decode_stream *s);
 void td_decode_worker_on_stream_closed(struct td_decode_worker *w, struct td_decode_stream *s); /* s is gone */
-void td_decode_worker_on_step(struct td_decode_worker *w, enum td_status st); /* the batch submitted last is done */
+void td_decode_worker_on_step(struct td_decode_worker *w, enum td_status st); /* the first of those in flight is done */
 void td_decode_worker_on_peer_message(struct td_decode_worker *w, uint64_t from, uint8_t id, const void *data,
                                       size_t n);
 void td_decode_worker_on_peer_lost(struct td_decode_worker *w, uint64_t prefill);
@@ -75,7 +76,7 @@ void td_decode_worker_end_all(struct td_decode_worker *w, enum td_status st, con
 /* Ends every stream after what was sent. */
 void td_decode_worker_close_streams(struct td_decode_worker *w);
 const struct td_kv_prefix *td_decode_worker_prefix(const struct td_decode_worker *w); /* NULL: no cache */
-void td_decode_worker_load(const struct td_decode_worker *w, Tandem__V1__Load *out); /* all but last_step_age_us */
+void td_decode_worker_load(const struct td_decode_worker *w, Tandem__V1__Load *out);  /* all but last_step_age_us */
 uint32_t td_decode_worker_n_requests(const struct td_decode_worker *w);
 bool td_decode_worker_is_draining(const struct td_decode_worker *w);
 void td_decode_worker_describe(const struct td_decode_worker *w, struct td_buf *json_out);

@@ -98,11 +98,17 @@ struct td_pack_weight_args {
     bool may_defer;
 };
 
+#define TD_NOT_FED UINT32_MAX
+struct td_sampled;
+
 struct td_embed_args {
     const uint32_t *tokens; /* [T], each < V */
     const uint16_t *table;  /* [V, H] bf16 */
     float *x;               /* [T, H] out */
     uint32_t n_rows, dim;
+    /* [T], or NULL: none is. Not TD_NOT_FED: the row's token is that of drawn[fed] instead, 0 if no draw was made. */
+    const uint32_t *fed;
+    const struct td_sampled *drawn;
 };
 
 struct td_rope_args {
@@ -258,13 +264,15 @@ struct td_sample_top {
 /* As common/engine/sample.h defines it, up to rounding of the sums. */
 struct td_sample_args {
     const float *logits;                /* [n_rows, vocab] */
-    const struct td_sample_row *rows;   /* [n_rows] */
+    const struct td_sample_row *rows;   /* [n_rows], and those in filtered */
     const uint32_t *filtered;           /* [n_filtered] rows that are filtered */
     const struct td_sample_edit *edits; /* of all rows */
     const uint32_t *masks;              /* [.., ceil(vocab / 32)]: bit set = allowed */
-    struct td_sampled *out;             /* [n_rows] */
-    struct td_sample_top *top;          /* [n_rows, TD_SAMPLE_TOPS], falling; n_top are written */
+    struct td_sampled *out;             /* as rows */
+    struct td_sample_top *top;          /* as rows, [TD_SAMPLE_TOPS] each, falling; n_top are written */
     void *parts;                        /* [n_rows, TD_SAMPLE_PARTS] of 16 bytes: scratch */
+    /* Plain draws of rows 0 .. n_rows - 1, of which those that are filtered are left out, unless n_filtered is n_rows;
+     * then draws of the rows in filtered. */
     uint32_t n_rows, n_filtered, vocab, n_ids;
 };
 

@@ -174,6 +174,14 @@ enum td_status td_stream_mark(struct td_stream *s, uint32_t i)
     return i < TD_STREAM_MARKS ? s->device->backend->mark(s, i) : TD_E_INVALID;
 }
 
+bool td_device_runs_behind(const struct td_device *d) { return d->backend->has_passed != NULL; }
+
+enum td_status td_stream_has_passed(struct td_stream *s, uint32_t mark, bool *out)
+{
+    if (s->device->backend->has_passed == NULL) return TD_E_UNSUPPORTED;
+    return mark < TD_STREAM_MARKS ? s->device->backend->has_passed(s, mark, out) : TD_E_INVALID;
+}
+
 enum td_status td_stream_mark_us(struct td_stream *s, uint32_t from, uint32_t to, double *out)
 {
     if (from >= TD_STREAM_MARKS || to >= TD_STREAM_MARKS) return TD_E_INVALID;

@@ -92,6 +92,8 @@ struct td_backend {
     enum td_status (*packed)(struct td_stream *s, uint64_t *n_inexact_out); /* NULL: pack_weight never defers */
     enum td_status (*mark)(struct td_stream *s, uint32_t i);
     enum td_status (*mark_us)(struct td_stream *s, uint32_t from, uint32_t to, double *out);
+    /* NULL for a backend that has done its work when a call returns. */
+    enum td_status (*has_passed)(struct td_stream *s, uint32_t mark, bool *out);
     /* NULL: the engine draws on the host, and logits are few rows at a time. */
     enum td_status (*sample)(struct td_stream *s, const struct td_sample_args *a);
     /* Values of all passes that were beyond what FP8 pages hold. NULL: 0. */
@@ -163,6 +165,9 @@ enum td_status td_stream_packed(struct td_stream *s, uint64_t *n_inexact_out);
 #define TD_STREAM_MARKS 1024u
 enum td_status td_stream_mark(struct td_stream *s, uint32_t i);
 enum td_status td_stream_mark_us(struct td_stream *s, uint32_t from, uint32_t to, double *out);
+/* Has all that stands before a mark been done? UNSUPPORTED where calls return only when their work is done. */
+bool td_device_runs_behind(const struct td_device *d);
+enum td_status td_stream_has_passed(struct td_stream *s, uint32_t mark, bool *out);
 
 /* For what runs beside the ops' stream: takes follow, call, scatter and copies, and goes first. */
 enum td_status td_side_stream_create(struct td_device *d, struct td_stream **out);

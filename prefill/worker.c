@@ -241,7 +241,7 @@ static bool add_chunk(struct td_prefill_run *r, uint32_t budget)
     }
     if (st != TD_OK) return true; /* waits for pages */
     bool is_last = td_prefill_seq_is_last_chunk(&r->seq);
-    if (is_last) td_token_request_want_token(&r->req, seg);
+    if (is_last) td_token_request_want_token(&r->req, 0, seg);
     seg->user = r;
     r->seg = seg;
     r->is_stalled = false;

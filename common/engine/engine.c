@@ -47,13 +47,15 @@ struct td_engine {
     uint32_t layer_delay_ms;
     enum td_status (*stage)(void *user, const struct td_batch *b, uint32_t layer);
     void *stage_user;
+    void (*timed)(void *user, const struct td_batch *b, double busy_us, double gap_us);
+    void *timed_user;
     _Atomic uint64_t step_start_ns; /* 0: none runs */
 
-    pthread_mutex_t run_lock; /* one pass at a time: the rank thread's or run_now's */
+    pthread_mutex_t run_lock; /* the rank thread's passes, or run_now's */
     pthread_mutex_t lock;     /* of what follows */
     pthread_cond_t wake;
-    struct slot *queue[TD_ENGINE_DEPTH];
-    uint32_t n_queued;
+    struct slot *queue[TD_ENGINE_DEPTH]; /* the first n_begun of them run on the device */
+    uint32_t n_queued, n_begun;          /* n_begun: the rank thread's */
     bool is_stopping;
     bool has_thread;
     pthread_t thread;
@@ -155,39 +157,120 @@ static void on_layer(uint32_t layer, void *user)
     if (c->engine->layer_delay_ms != 0) sleep_ms(c->engine->layer_delay_ms);
 }
 
+static bool wants_layers(const struct td_engine *e, const struct td_batch *b, const struct layer_call *call)
+{
+    return (call->slot != NULL && b->want_layers) || call->on_layer != NULL || e->layer_delay_ms != 0 ||
+           (e->stage != NULL && call->slot != NULL);
+}
+
+static void log_failure(const struct td_batch *b, enum td_status st)
+{
+    if (st != TD_OK && st != TD_E_CANCELED)
+        TD_ERROR("step_failed", "status=%s segments=%u", td_status_name(st), b->n_segments);
+}
+
 static enum td_status run(struct td_engine *e, struct td_batch *b, struct layer_call *call)
 {
-    bool wants_layers = (call->slot != NULL && b->want_layers) || call->on_layer != NULL || e->layer_delay_ms != 0 ||
-                        (e->stage != NULL && call->slot != NULL);
     pthread_mutex_lock(&e->run_lock);
     atomic_store(&e->step_start_ns, td_clock_ns());
-    enum td_status st = td_ranks_run(e->ranks, b, wants_layers ? on_layer : NULL, call);
+    enum td_status st = td_ranks_run(e->ranks, b, wants_layers(e, b, call) ? on_layer : NULL, call);
     atomic_store(&e->step_start_ns, 0);
     pthread_mutex_unlock(&e->run_lock);
     if (st == TD_OK) st = call->staged;
-    if (st != TD_OK && st != TD_E_CANCELED)
-        TD_ERROR("step_failed", "status=%s segments=%u", td_status_name(st), b->n_segments);
+    log_failure(b, st);
     return st;
 }
 
+/* The first batch is done, and its slot the loop's. */
+static void finish_first(struct td_engine *e, enum td_status st)
+{
+    pthread_mutex_lock(&e->lock);
+    struct slot *s = e->queue[0];
+    e->n_queued--;
+    for (uint32_t i = 0; i < e->n_queued; i++) e->queue[i] = e->queue[i + 1];
+    pthread_mutex_unlock(&e->lock);
+    s->st = st;
+    post(e, &s->done);
+}
+
+/* The first of those that run on the device. */
+static void end_first(struct td_engine *e, struct td_forward *f)
+{
+    const struct td_batch *b = e->queue[0]->batch;
+    double busy_us, gap_us;
+    enum td_status st = td_forward_end(f);
+    e->n_begun--;
+    if (st == TD_OK && e->timed != NULL && td_forward_times(f, &busy_us, &gap_us) == TD_OK)
+        e->timed(e->timed_user, b, busy_us, gap_us);
+    atomic_store(&e->step_start_ns, e->n_begun > 0 ? td_clock_ns() : 0);
+    if (e->n_begun == 0) pthread_mutex_unlock(&e->run_lock);
+    log_failure(b, st);
+    finish_first(e, st);
+}
+
+static bool may_begin(struct td_engine *e, struct td_forward *f, struct slot *s)
+{
+    struct layer_call call = {.engine = e, .slot = s};
+    return f != NULL && !wants_layers(e, s->batch, &call) && td_forward_may_begin(f, s->batch);
+}
+
+/* Puts a batch behind those that run. */
+static void begin(struct td_engine *e, struct td_forward *f, struct slot *s)
+{
+    bool is_alone = e->n_begun == 0;
+    if (is_alone) {
+        pthread_mutex_lock(&e->run_lock);
+        atomic_store(&e->step_start_ns, td_clock_ns());
+    }
+    enum td_status st = td_forward_begin(f, s->batch);
+    if (st == TD_OK) {
+        e->n_begun++;
+        return;
+    }
+    while (e->n_begun > 0) end_first(e, f); /* in order */
+    if (is_alone) {
+        atomic_store(&e->step_start_ns, 0);
+        pthread_mutex_unlock(&e->run_lock);
+    }
+    log_failure(s->batch, st);
+    finish_first(e, st);
+}
+
+static void relax(void)
+{
+    for (int i = 0; i < 16; i++) {
+#ifdef __x86_64__
+        __builtin_ia32_pause();
+#endif
+    }
+}
+
+/* While a batch runs on the device this thread asks again and again whether it has ended, or another has come to stand
+ * behind it: between two steps there is no time to be woken up. */
 static void *rank_main(void *arg)
 {
     struct td_engine *e = arg;
-    pthread_mutex_lock(&e->lock);
+    struct td_forward *f = td_ranks_alone(e->ranks);
     for (;;) {
-        while (e->n_queued == 0 && !e->is_stopping) pthread_cond_wait(&e->wake, &e->lock);
-        if (e->is_stopping) break;
-        struct slot *s = e->queue[0];
-        e->n_queued--;
-        for (uint32_t i = 0; i < e->n_queued; i++) e->queue[i] = e->queue[i + 1];
-        pthread_mutex_unlock(&e->lock);
-        struct layer_call call = {.engine = e, .slot = s};
-        s->st = run(e, s->batch, &call);
-        post(e, &s->done);
         pthread_mutex_lock(&e->lock);
+        while (e->n_queued == 0 && !e->is_stopping) pthread_cond_wait(&e->wake, &e->lock);
+        bool is_stopping = e->is_stopping;
+        struct slot *next = e->n_queued > e->n_begun && !is_stopping ? e->queue[e->n_begun] : NULL;
+        pthread_mutex_unlock(&e->lock);
+        if (next != NULL && may_begin(e, f, next)) {
+            begin(e, f, next);
+        } else if (e->n_begun > 0) {
+            if (td_forward_has_ended(f))
+                end_first(e, f);
+            else
+                relax();
+        } else if (next != NULL) {
+            struct layer_call call = {.engine = e, .slot = next};
+            finish_first(e, run(e, next->batch, &call));
+        } else {
+            return NULL;
+        }
     }
-    pthread_mutex_unlock(&e->lock);
-    return NULL;
 }
 
 /* ---- life
@@ -232,7 +315,10 @@ enum td_status td_engine_create(struct td_model *model, const struct td_engine_o
     e->layer_delay_ms = o->layer_delay_ms;
     e->stage = o->stage;
     e->stage_user = o->stage_user;
+    e->timed = o->timed;
+    e->timed_user = o->timed_user;
     TD_TRY(td_ranks_create(model, o, &e->ranks, err));
+    if (e->timed != NULL && td_ranks_alone(e->ranks) != NULL) td_ranks_alone(e->ranks)->takes_times = true;
     if (loop != NULL) {
         TD_CHECK(e->handlers.on_done != NULL);
         st = mailbox_create(e, td_model_config_of(model)->n_layers);

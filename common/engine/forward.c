@@ -6,13 +6,7 @@
 
 #include "common/base/log.h"
 #include "common/base/mem.h"
-#include "common/engine/plan_int.h"
-#include "common/engine/sample.h"
-
-/* Rows of logits that exist at a time. On a host few, 26 MB of the large models' vocabulary; where the device draws,
- * all of a step's, since each turn reads the whole head. */
-#define LOGIT_ROWS        32u
-#define LOGIT_ROWS_DEVICE 256u
+#include "common/engine/forward_int.h"
 
 struct td_layer_note {
     void (*on_layer)(uint32_t layer, void *user);
@@ -73,7 +67,7 @@ enum td_status td_forward_create_rank(struct td_model *model, const struct td_en
                                        .hidden = c->hidden};
     if (o->kv[TD_KV_FULL].dtype == TD_E4M3)
         scratch.fp8_kv_bytes = (size_t)n_pages * td_kv_page_bytes(&o->kv[TD_KV_FULL]);
-    uint32_t n_logit_rows = td_device_can_sample(device) ? LOGIT_ROWS_DEVICE : LOGIT_ROWS;
+    uint32_t n_logit_rows = td_device_can_sample(device) ? TD_LOGIT_ROWS_DEVICE : TD_LOGIT_ROWS;
     struct td_workspace_shape shape = {.T = o->max_batch_tokens,
                                        .S = o->max_batch_segments,
                                        .H = c->hidden,
@@ -95,7 +89,8 @@ enum td_status td_forward_create_rank(struct td_model *model, const struct td_en
         f.layer_notes = td_calloc(c->n_layers, sizeof *f.layer_notes);
         if (f.layer_notes == NULL) TD_TRY(td_err_set(err, TD_E_NO_MEMORY, "no memory for the engine"));
     }
-    if (group == NULL && td_device_has_graphs(device)) {
+    f.can_begin = group == NULL && td_device_can_sample(device) && td_device_runs_behind(device);
+    if (f.can_begin && td_device_has_graphs(device) && o->graphs != TD_GRAPHS_OFF) {
         f.graphs = td_calloc(o->max_batch_segments + 1, sizeof *f.graphs);
         f.has_run = td_calloc(o->max_batch_segments + 1, sizeof *f.has_run);
         if (f.graphs == NULL || f.has_run == NULL) TD_TRY(td_err_set(err, TD_E_NO_MEMORY, "no memory for graphs"));
@@ -110,7 +105,15 @@ out:
 enum td_status td_forward_create(struct td_model *model, const struct td_engine_options *o, struct td_forward *out,
                                  struct td_err *err)
 {
-    return td_forward_create_rank(model, o, 0, NULL, out, err);
+    enum td_status st = td_forward_create_rank(model, o, 0, NULL, out, err);
+    if (st == TD_OK && out->graphs != NULL && o->graphs == TD_GRAPHS_START) {
+        st = td_forward_record_all(out);
+        if (st != TD_OK) {
+            td_err_set(err, st, "decode steps cannot be recorded: %s", td_device_last_error(out->ws.device));
+            td_forward_free(out);
+        }
+    }
+    return st;
 }
 
 void td_forward_free(struct td_forward *f)
@@ -134,8 +137,6 @@ static enum td_status sum_over_ranks(struct td_forward *f, float *x, size_t n)
     return f->group == NULL ? TD_OK : td_coll_all_reduce(f->group->coll, f->w->shard.rank, f->stream, x, n);
 }
 
-static enum td_status meet(struct td_forward *f) { return f->group == NULL ? TD_OK : td_coll_barrier(f->group->coll); }
-
 /* Asked by all ranks before a layer. The leader's answer is made while every other rank is between its last question
  * and the collective that ends before the next one, so all read the same. */
 static bool is_abandoned(const struct td_forward *f, const struct td_batch *b)
@@ -153,15 +154,7 @@ static void decide_abandoned(struct td_forward *f, const struct td_batch *b)
 /* ---- one layer
  * ---------------------------------------------------------------------------------------------------------- */
 
-/* The rows that go through a layer: all of the batch, or its tail. */
-struct rows {
-    uint32_t n, n_seqs, n_single;
-    float *x, *t, *cos, *sin;
-    const uint32_t *positions;
-    const struct td_seq_rows *seqs[TD_KV_N_GROUPS], *seqs_host[TD_KV_N_GROUPS];
-};
-
-static enum td_status project(struct td_forward *f, uint32_t layer, const struct rows *r, uint32_t parts)
+static enum td_status project(struct td_forward *f, uint32_t layer, const struct td_rows *r, uint32_t parts)
 {
     enum td_kv_group g = f->c->is_sliding[layer] ? TD_KV_SLIDING : TD_KV_FULL;
     struct td_workspace *ws = &f->ws;
@@ -184,7 +177,8 @@ static enum td_status project(struct td_forward *f, uint32_t layer, const struct
 }
 
 /* From q to the normalised input of the next layer. */
-static enum td_status finish_layer(struct td_forward *f, const struct td_batch *b, uint32_t layer, const struct rows *r)
+static enum td_status finish_layer(struct td_forward *f, const struct td_batch *b, uint32_t layer,
+                                   const struct td_rows *r)
 {
     enum td_status st;
     const struct td_model_config *c = f->c;
@@ -195,7 +189,7 @@ static enum td_status finish_layer(struct td_forward *f, const struct td_batch *
         .q = ws->q.dev,
         .kv = {.layout = f->o.kv[g], .pool = f->o.kv_base[g], .layer = c->layer_in_group[layer]},
         .seqs = r->seqs[g],
-        .pages = g == TD_KV_SLIDING ? ws->pages_sliding.dev : ws->pages_full.dev,
+        .pages = ws->pages.dev,
         .n_seqs = r->n_seqs,
         .n_rows = r->n,
         .n_single = r->n_single,
@@ -263,22 +257,22 @@ out:
 /* ---- the pass
  * ----------------------------------------------------------------------------------------------------------- */
 
-static struct rows tail_rows(const struct td_forward *f)
+struct td_rows td_forward_tail(const struct td_forward *f)
 {
     const struct td_workspace *ws = &f->ws;
-    return (struct rows){.n = f->n_tail,
-                         .n_seqs = f->n_tail,
-                         .n_single = f->n_tail,
-                         .x = ws->tail_x.dev,
-                         .t = ws->tail_t.dev,
-                         .cos = ws->tail_cos.dev,
-                         .sin = ws->tail_sin.dev,
-                         .seqs = {ws->tail_sliding.dev, ws->tail_full.dev},
-                         .seqs_host = {ws->tail_sliding.host, ws->tail_full.host}};
+    return (struct td_rows){.n = f->n_tail,
+                            .n_seqs = f->n_tail,
+                            .n_single = f->n_tail,
+                            .x = ws->tail_x.dev,
+                            .t = ws->tail_t.dev,
+                            .cos = ws->tail_cos.dev,
+                            .sin = ws->tail_sin.dev,
+                            .seqs = {ws->tail_sliding.dev, ws->tail_full.dev},
+                            .seqs_host = {ws->tail_sliding.host, ws->tail_full.host}};
 }
 
 /* Into tail_*: the rows that somebody samples from. Only they go on when the last layer's K and V are stored. */
-static enum td_status take_tail(struct td_forward *f, const struct rows *all, struct rows *out)
+static enum td_status take_tail(struct td_forward *f, const struct td_rows *all, struct td_rows *out)
 {
     enum td_status st;
     struct td_workspace *ws = &f->ws;
@@ -297,139 +291,7 @@ static enum td_status take_tail(struct td_forward *f, const struct rows *all, st
     g.x = all->sin;
     g.y = ws->tail_sin.dev;
     TD_TRY(f->ops->gather(f->stream, &g));
-    *out = tail_rows(f);
-out:
-    return st;
-}
-
-/* One row's logits on the host, and what its segment wants of them. */
-static enum td_status finish_row(struct td_forward *f, struct td_segment *s, const float *logits)
-{
-    struct td_workspace *ws = &f->ws;
-    uint32_t vocab = f->c->vocab;
-    float *row = ws->host_logits.host;
-    enum td_status st = td_stream_copy_out(f->stream, row, logits, vocab * sizeof *row);
-    if (st == TD_OK) st = td_stream_sync(f->stream);
-    if (st != TD_OK) return st;
-    if (s->logits_out != NULL) memcpy(s->logits_out, row, vocab * sizeof *row);
-    /* Rows past n_token_ids name no token and cannot be drawn. */
-    if (s->want_token) td_sample(row, f->c->n_token_ids, s, ws->sample_scratch.host);
-    return TD_OK;
-}
-
-/* The device's draws for n rows; is_asked[i]: row i's is among them. */
-static enum td_status draw_there(struct td_forward *f, const struct td_batch *b, uint32_t first, uint32_t n,
-                                 bool *is_asked)
-{
-    enum td_status st;
-    struct td_workspace *ws = &f->ws;
-    struct td_sample_asked asked = {.rows = ws->sample_rows.host,
-                                    .filtered = ws->sample_filtered.host,
-                                    .edits = ws->sample_edits.host,
-                                    .masks = ws->sample_masks.host,
-                                    .max_edits = (uint32_t)ws->sample_edits.n,
-                                    .max_masks = (uint32_t)ws->sample_rows.n,
-                                    .mask_words = (f->c->vocab + 31) / 32,
-                                    .n_ids = f->c->n_token_ids};
-    bool has_tops = false;
-    for (uint32_t i = 0; i < n; i++) {
-        const struct td_segment *s = &b->segments[ws->tail_segments.host[first + i]];
-        is_asked[i] = s->want_token && td_sample_ask(&asked, s, (uint32_t *)(void *)ws->sample_scratch.host);
-        if (!s->want_token) td_sample_ask_nothing(&asked);
-        has_tops |= asked.rows[i].n_top != 0;
-    }
-    struct td_sample_args a = {.logits = ws->logits.dev,
-                               .rows = ws->sample_rows.dev,
-                               .filtered = ws->sample_filtered.dev,
-                               .edits = ws->sample_edits.dev,
-                               .masks = ws->sample_masks.dev,
-                               .out = ws->sampled.dev,
-                               .top = ws->sample_tops.dev,
-                               .parts = ws->sample_parts.dev,
-                               .n_rows = n,
-                               .n_filtered = asked.n_filtered,
-                               .vocab = f->c->vocab,
-                               .n_ids = f->c->n_token_ids};
-#define COPY_IN(name, count)                                                                                           \
-    if ((count) != 0) TD_TRY(td_stream_copy_in(f->stream, ws->name.dev, ws->name.host, (count) * sizeof *ws->name.host))
-    COPY_IN(sample_rows, n);
-    COPY_IN(sample_filtered, asked.n_filtered);
-    COPY_IN(sample_edits, asked.n_edits);
-    COPY_IN(sample_masks, (size_t)asked.n_masks * asked.mask_words);
-#undef COPY_IN
-    TD_TRY(td_stream_sample(f->stream, &a));
-    TD_TRY(td_stream_copy_out(f->stream, ws->sampled.host, ws->sampled.dev, n * sizeof *ws->sampled.host));
-    if (has_tops)
-        TD_TRY(td_stream_copy_out(f->stream, ws->sample_tops.host, ws->sample_tops.dev,
-                                  (size_t)n * TD_SAMPLE_TOPS * sizeof *ws->sample_tops.host));
-    TD_TRY(td_stream_sync(f->stream));
-out:
-    return st;
-}
-
-/* Logits of the tail rows, some at a time, and what their segments want of them. */
-static enum td_status finish(struct td_forward *f, struct td_batch *b, const struct rows *tail)
-{
-    struct td_workspace *ws = &f->ws;
-    uint32_t vocab = f->c->vocab, n_at_once = (uint32_t)(ws->logits.n / vocab);
-    bool can_draw = td_device_can_sample(ws->device), is_asked[LOGIT_ROWS_DEVICE] = {false};
-    for (uint32_t first = 0; first < tail->n; first += n_at_once) {
-        uint32_t n = tail->n - first < n_at_once ? tail->n - first : n_at_once;
-        const char *t = (const char *)tail->t + (size_t)first * f->c->hidden * td_device_act_bytes(ws->device);
-        struct td_lm_head_args a = {
-            .x = (const float *)(const void *)t, .w = f->w->lm_head, .logits = ws->logits.dev, .n_rows = n};
-        enum td_status st = f->ops->lm_head(f->stream, &a);
-        if (st == TD_OK) st = can_draw ? draw_there(f, b, first, n, is_asked) : td_stream_sync(f->stream);
-        for (uint32_t i = 0; i < n && st == TD_OK; i++) {
-            struct td_segment *s = &b->segments[ws->tail_segments.host[first + i]];
-            bool is_drawn = is_asked[i] && ws->sampled.host[i].token != UINT32_MAX;
-            if (is_drawn)
-                td_sample_take(s, f->c->n_token_ids, &ws->sampled.host[i],
-                               ws->sample_tops.host + (size_t)i * TD_SAMPLE_TOPS);
-            if (!is_drawn || s->logits_out != NULL) st = finish_row(f, s, ws->logits.dev + (size_t)i * vocab);
-        }
-        if (st != TD_OK) return st;
-    }
-    return TD_OK;
-}
-
-/* This rank's columns of n rows of logits, into their place in the leader's host memory. */
-static enum td_status compute_columns(struct td_forward *f, const struct rows *tail, uint32_t first, uint32_t n)
-{
-    enum td_status st;
-    struct td_workspace *ws = &f->ws;
-    const struct td_shard *shard = &f->w->shard;
-    const char *t = (const char *)tail->t + (size_t)first * f->c->hidden * td_device_act_bytes(ws->device);
-    struct td_lm_head_args a = {
-        .x = (const float *)(const void *)t, .w = f->w->lm_head, .logits = ws->logits.dev, .n_rows = n};
-    TD_TRY(f->ops->lm_head(f->stream, &a));
-    float *to = f->group->leader->ws.group_logits.host + shard->first_vocab;
-    for (uint32_t i = 0; i < n; i++)
-        TD_TRY(td_stream_copy_out(f->stream, to + (size_t)i * f->c->vocab, ws->logits.dev + (size_t)i * shard->n_vocab,
-                                  shard->n_vocab * sizeof *to));
-    TD_TRY(td_stream_sync(f->stream));
-out:
-    return st;
-}
-
-/* The same among ranks: each computes its columns, the leader draws. */
-static enum td_status finish_together(struct td_forward *f, struct td_batch *b, const struct rows *tail)
-{
-    enum td_status st = TD_OK;
-    struct td_workspace *ws = &f->ws;
-    uint32_t vocab = f->c->vocab, n_at_once = (uint32_t)(ws->logits.n / f->w->shard.n_vocab);
-    for (uint32_t first = 0; first < tail->n; first += n_at_once) {
-        uint32_t n = tail->n - first < n_at_once ? tail->n - first : n_at_once;
-        if (first > 0) TD_TRY(meet(f)); /* the leader is done with the rows before */
-        TD_TRY(compute_columns(f, tail, first, n));
-        TD_TRY(meet(f));
-        for (uint32_t i = 0; i < n && f->group->leader == f; i++) {
-            struct td_segment *s = &b->segments[ws->tail_segments.host[first + i]];
-            const float *row = ws->group_logits.host + (size_t)i * vocab;
-            if (s->logits_out != NULL) memcpy(s->logits_out, row, vocab * sizeof *row);
-            if (s->want_token) td_sample(row, f->c->n_token_ids, s, ws->group_scratch.host);
-        }
-    }
+    *out = td_forward_tail(f);
 out:
     return st;
 }
@@ -460,25 +322,28 @@ out:
     return st;
 }
 
-/* From the embedding to the tail rows' final norm. */
-static enum td_status run_layers(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
-                                 void *user, struct rows *tail)
+enum td_status td_forward_layers(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
+                                 void *user, struct td_rows *tail)
 {
     enum td_status st;
     const struct td_model_config *c = f->c;
     struct td_workspace *ws = &f->ws;
-    struct rows all = {.n = f->n_rows,
-                       .n_seqs = f->n_segments,
-                       .n_single = f->n_single,
-                       .x = ws->x.dev,
-                       .t = ws->t.dev,
-                       .cos = ws->cos.dev,
-                       .sin = ws->sin.dev,
-                       .positions = ws->positions.dev,
-                       .seqs = {ws->seqs_sliding.dev, ws->seqs_full.dev},
-                       .seqs_host = {ws->seqs_sliding.host, ws->seqs_full.host}};
+    struct td_rows all = {.n = f->n_rows,
+                          .n_seqs = f->n_segments,
+                          .n_single = f->n_single,
+                          .x = ws->x.dev,
+                          .t = ws->t.dev,
+                          .cos = ws->cos.dev,
+                          .sin = ws->sin.dev,
+                          .positions = ws->positions.dev,
+                          .seqs = {ws->seqs_sliding.dev, ws->seqs_full.dev},
+                          .seqs_host = {ws->seqs_sliding.host, ws->seqs_full.host}};
     struct td_embed_args embed = {
         .tokens = ws->tokens.dev, .table = f->w->embed, .x = all.x, .n_rows = all.n, .dim = c->hidden};
+    if (f->group == NULL) {
+        embed.fed = ws->fed.dev;
+        embed.drawn = ws->sampled.dev;
+    }
     TD_TRY(f->ops->embed(f->stream, &embed));
     struct td_rope_args rope = {.positions = all.positions,
                                 .freqs = f->w->rope_freqs,
@@ -514,43 +379,13 @@ out:
     return st;
 }
 
-/* A step of nothing but decode is the same launches whatever the lengths: those are in memory. */
-static bool is_recordable(const struct td_forward *f, void (*on_layer)(uint32_t layer, void *user))
-{
-    return f->graphs != NULL && on_layer == NULL && f->probe == NULL && f->n_rows == f->n_segments &&
-           f->n_single == f->n_rows && f->n_tail == f->n_rows;
-}
-
-static enum td_status run_recorded(struct td_forward *f, struct td_batch *b, struct rows *tail)
-{
-    struct td_graph **g = &f->graphs[f->n_rows];
-    if (*g == NULL) {
-        enum td_status st = td_graph_begin(f->stream), recorded = st;
-        if (st == TD_OK) recorded = run_layers(f, b, NULL, NULL, tail);
-        if (st == TD_OK) st = td_graph_end(f->stream, g);
-        if (recorded != TD_OK) {
-            td_graph_destroy(f->ws.device, *g);
-            *g = NULL;
-            return recorded;
-        }
-        if (st != TD_OK) return st;
-    }
-    *tail = tail_rows(f);
-    return td_graph_launch(f->stream, *g);
-}
-
 static enum td_status run_pass(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
                                void *user)
 {
     enum td_status st;
-    struct rows tail;
-    if (is_recordable(f, on_layer) && f->has_run[f->n_rows] && !is_abandoned(f, b)) {
-        TD_TRY(run_recorded(f, b, &tail));
-    } else {
-        TD_TRY(run_layers(f, b, on_layer, user, &tail));
-        if (is_recordable(f, on_layer)) f->has_run[f->n_rows] = true;
-    }
-    if (f->n_tail > 0) TD_TRY(f->group == NULL ? finish(f, b, &tail) : finish_together(f, b, &tail));
+    struct td_rows tail;
+    TD_TRY(td_forward_layers(f, b, on_layer, user, &tail));
+    if (f->n_tail > 0) TD_TRY(f->group == NULL ? td_draws_finish(f, b, &tail) : td_draws_finish_together(f, b, &tail));
     st = td_stream_sync(f->stream);
 out:
     if (f->notes != NULL && on_layer != NULL) { /* all are told before anybody hears of the end */
@@ -561,8 +396,7 @@ out:
     return st;
 }
 
-/* This rank's heads of the pages; in stream order before all that reads or writes them. */
-static enum td_status copy_pages(struct td_forward *f, const struct td_batch *b)
+enum td_status td_forward_copy_pages(struct td_forward *f, const struct td_batch *b)
 {
     for (uint32_t i = 0; i < b->n_copies; i++) {
         const struct td_page_copy *c = &b->copies[i];
@@ -578,15 +412,14 @@ static enum td_status copy_pages(struct td_forward *f, const struct td_batch *b)
     return TD_OK;
 }
 
-/* One rank's part of a pass whose plan is there. All ranks leave together: what they shared may change after. */
-static enum td_status run_rank(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
+enum td_status td_forward_rank(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
                                void *user)
 {
     enum td_status st = td_plan_take(f, f->group != NULL ? f->group->leader : f);
-    if (st == TD_OK) st = copy_pages(f, b);
+    if (st == TD_OK) st = td_forward_copy_pages(f, b);
     if (st == TD_OK) st = run_pass(f, b, on_layer, user);
     if (st == TD_OK || st == TD_E_CANCELED) {
-        enum td_status met = meet(f);
+        enum td_status met = td_forward_meet(f);
         return met == TD_OK ? st : met;
     }
     if (f->group != NULL) td_coll_fail(f->group->coll, st);
@@ -596,28 +429,34 @@ static enum td_status run_rank(struct td_forward *f, struct td_batch *b, void (*
 enum td_status td_forward_run(struct td_forward *f, struct td_batch *b, void (*on_layer)(uint32_t layer, void *user),
                               void *user)
 {
-    td_plan_make(f, b);
+    if (on_layer == NULL && td_forward_may_begin(f, b)) {
+        enum td_status st = td_forward_begin(f, b);
+        return st == TD_OK ? td_forward_end(f) : st;
+    }
+    struct td_pass *p = td_pass_open(f, b, 1 - f->turn);
     if (f->group != NULL) {
         f->group->batch = b;
         f->group->on_layer = on_layer;
         f->group->user = user;
         decide_abandoned(f, b);
-        enum td_status st = meet(f);
+        enum td_status st = td_forward_meet(f);
         if (st != TD_OK) return st;
     }
-    return run_rank(f, b, on_layer, user);
+    enum td_status st = td_forward_rank(f, b, on_layer, user);
+    td_pass_close(f, p);
+    return st;
 }
 
 bool td_forward_follow(struct td_forward *f)
 {
     struct td_forward_group *g = f->group;
-    if (meet(f) != TD_OK || g->batch == NULL) return false;
-    enum td_status st = run_rank(f, g->batch, g->on_layer, g->user);
+    if (td_forward_meet(f) != TD_OK || g->batch == NULL) return false;
+    enum td_status st = td_forward_rank(f, g->batch, g->on_layer, g->user);
     return st == TD_OK || st == TD_E_CANCELED;
 }
 
 void td_forward_end_group(struct td_forward *leader)
 {
     leader->group->batch = NULL;
-    (void)meet(leader); /* broken: they have left */
+    (void)td_forward_meet(leader); /* broken: they have left */
 }

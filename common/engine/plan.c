@@ -14,11 +14,12 @@ static uint32_t first_visible_block(const struct td_forward *f, enum td_kv_group
 
 static enum td_status check_segment(const struct td_forward *f, const struct td_segment *s)
 {
-    if (s->n_tokens == 0 || s->tokens == NULL || s->start > f->o.max_context_tokens ||
-        s->n_tokens > f->o.max_context_tokens - s->start)
+    if (s->n_tokens == 0 || (s->is_fed && s->n_tokens != 1) || (!s->is_fed && s->tokens == NULL) ||
+        s->start > f->o.max_context_tokens || s->n_tokens > f->o.max_context_tokens - s->start)
         return TD_E_INVALID;
     if (s->want_token && s->sampling == NULL) return TD_E_INVALID;
-    for (uint32_t i = 0; i < s->n_tokens; i++)
+    if (s->is_fed && s->fed_by >= f->o.max_batch_segments) return TD_E_INVALID;
+    for (uint32_t i = 0; i < s->n_tokens && !s->is_fed; i++)
         if (s->tokens[i] >= f->c->vocab) return TD_E_INVALID;
     for (enum td_kv_group g = 0; g < TD_KV_N_GROUPS; g++) {
         if (f->c->n_group_layers[g] == 0) continue;
@@ -53,9 +54,8 @@ enum td_status td_forward_check(const struct td_forward *f, const struct td_batc
 }
 
 struct group_plan {
-    uint32_t *row_page, *pages;
+    uint32_t *row_page;
     struct td_seq_rows *seqs, *tail;
-    uint32_t n_pages;
 };
 
 static void plan_group(struct td_forward *f, enum td_kv_group g, const struct td_segment *s, uint32_t i, uint32_t row,
@@ -64,11 +64,16 @@ static void plan_group(struct td_forward *f, enum td_kv_group g, const struct td
     const struct td_kv_group_layout *l = &f->o.kv[g];
     const struct td_page_table *t = &s->table[g];
     uint32_t first = first_visible_block(f, g, s->start), end = (s->start + s->n_tokens - 1) / l->page_tokens + 1;
-    struct td_seq_rows q = {
-        .row = row, .n_rows = s->n_tokens, .start = s->start, .pages = p->n_pages, .first_block = first, .fresh = s->start};
-    for (uint32_t b = first; b < end; b++) p->pages[p->n_pages++] = t->pages[b - t->first_block];
+    struct td_seq_rows q = {.row = row,
+                            .n_rows = s->n_tokens,
+                            .start = s->start,
+                            .pages = f->n_pages,
+                            .first_block = first,
+                            .fresh = s->start};
+    uint32_t *pages = f->ws.pages.host;
+    for (uint32_t b = first; b < end; b++) pages[f->n_pages++] = t->pages[b - t->first_block];
     for (uint32_t k = 0; k < s->n_tokens; k++)
-        p->row_page[row + k] = p->pages[q.pages + (s->start + k) / l->page_tokens - first];
+        p->row_page[row + k] = pages[q.pages + (s->start + k) / l->page_tokens - first];
     p->seqs[i] = q;
     if (has_tail) {
         q.row = f->n_tail;
@@ -78,27 +83,38 @@ static void plan_group(struct td_forward *f, enum td_kv_group g, const struct td
     }
 }
 
-void td_plan_make(struct td_forward *f, const struct td_batch *b)
+/* A row's token, or where the device finds it. */
+static void plan_token(struct td_forward *f, const struct td_segment *s, uint32_t k, uint32_t row,
+                       const struct td_pass *before)
+{
+    struct td_workspace *ws = &f->ws;
+    ws->fed.host[row] = TD_NOT_FED;
+    if (!s->is_fed) {
+        ws->tokens.host[row] = s->tokens[k];
+        return;
+    }
+    uint32_t other = before->turn;
+    ws->tokens.host[row] = before->is_ended ? ws->drawn.turns[other][s->fed_by] : 0;
+    if (!before->is_ended) ws->fed.host[row] = ws->segment_tails.turns[other][s->fed_by];
+}
+
+void td_plan_make(struct td_forward *f, const struct td_batch *b, const struct td_pass *before)
 {
     struct td_workspace *ws = &f->ws;
     struct group_plan groups[TD_KV_N_GROUPS] = {
         [TD_KV_SLIDING] = {.row_page = ws->row_page_sliding.host,
-                           .pages = ws->pages_sliding.host,
                            .seqs = ws->seqs_sliding.host,
                            .tail = ws->tail_sliding.host},
-        [TD_KV_FULL] = {.row_page = ws->row_page_full.host,
-                        .pages = ws->pages_full.host,
-                        .seqs = ws->seqs_full.host,
-                        .tail = ws->tail_full.host},
+        [TD_KV_FULL] = {.row_page = ws->row_page_full.host, .seqs = ws->seqs_full.host, .tail = ws->tail_full.host},
     };
-    f->n_rows = f->n_tail = f->n_single = 0;
+    f->n_rows = f->n_tail = f->n_single = f->n_pages = 0;
     for (uint32_t i = 0; i < b->n_segments; i++) {
         const struct td_segment *s = &b->segments[i];
         bool has_tail = s->want_token || s->logits_out != NULL;
         for (enum td_kv_group g = 0; g < TD_KV_N_GROUPS; g++)
             if (f->c->n_group_layers[g] != 0) plan_group(f, g, s, i, f->n_rows, has_tail, &groups[g]);
         for (uint32_t k = 0; k < s->n_tokens; k++) {
-            ws->tokens.host[f->n_rows + k] = s->tokens[k];
+            plan_token(f, s, k, f->n_rows + k, before);
             ws->positions.host[f->n_rows + k] = s->start + k;
         }
         f->n_rows += s->n_tokens;
@@ -106,37 +122,20 @@ void td_plan_make(struct td_forward *f, const struct td_batch *b)
         if (!has_tail) continue;
         ws->tail_rows.host[f->n_tail] = f->n_rows - 1;
         ws->tail_segments.host[f->n_tail] = i;
+        ws->segment_tails.host[i] = f->n_tail;
         f->n_tail++;
     }
     f->n_segments = b->n_segments;
-    for (enum td_kv_group g = 0; g < TD_KV_N_GROUPS; g++) f->n_pages[g] = groups[g].n_pages;
 }
-
-#define UPLOAD(name, count)                                                                                            \
-    do {                                                                                                               \
-        st = td_stream_copy_in(f->stream, f->ws.name.dev, from->ws.name.host, (count) * sizeof *f->ws.name.host);      \
-        if (st != TD_OK) return st;                                                                                    \
-    } while (0)
 
 enum td_status td_plan_take(struct td_forward *f, const struct td_forward *from)
 {
-    enum td_status st;
     if (f != from) { /* the leader's are being read by others */
         f->n_rows = from->n_rows;
         f->n_tail = from->n_tail;
         f->n_single = from->n_single;
         f->n_segments = from->n_segments;
     }
-    UPLOAD(tokens, f->n_rows);
-    UPLOAD(positions, f->n_rows);
-    UPLOAD(row_page_sliding, f->n_rows);
-    UPLOAD(row_page_full, f->n_rows);
-    UPLOAD(seqs_sliding, f->n_segments);
-    UPLOAD(seqs_full, f->n_segments);
-    UPLOAD(tail_sliding, f->n_tail);
-    UPLOAD(tail_full, f->n_tail);
-    UPLOAD(pages_sliding, from->n_pages[TD_KV_SLIDING]);
-    UPLOAD(pages_full, from->n_pages[TD_KV_FULL]);
-    UPLOAD(tail_rows, f->n_tail);
-    return TD_OK;
+    return td_stream_copy_in(f->stream, f->ws.plan_dev, from->ws.plan_host[from->turn],
+                             td_workspace_plan_bytes(&from->ws, from->n_pages));
 }

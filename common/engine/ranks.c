@@ -99,6 +99,8 @@ void td_ranks_destroy(struct td_ranks *r)
 
 struct td_forward *td_ranks_leader(struct td_ranks *r) { return &r->forward[0]; }
 
+struct td_forward *td_ranks_alone(struct td_ranks *r) { return r->n == 1 ? &r->forward[0] : NULL; }
+
 static void on_stored(uint32_t layer, void *user)
 {
     struct td_ranks *r = user;

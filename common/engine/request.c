@@ -187,9 +187,9 @@ Tandem__V1__FinishReason td_token_request_append(struct td_token_request *r, uin
                                           : TANDEM__V1__FINISH_REASON__FINISH_NONE;
 }
 
-void td_token_request_want_token(const struct td_token_request *r, struct td_segment *seg)
+void td_token_request_want_token(const struct td_token_request *r, uint32_t n_coming, struct td_segment *seg)
 {
-    uint32_t n_generated = td_token_request_n_generated(r);
+    uint32_t n_generated = td_token_request_n_generated(r) + n_coming;
     bool is_too_early = n_generated < r->min_tokens;
     seg->want_token = true;
     seg->want_logprobs = r->want_logprobs;

@@ -40,8 +40,9 @@ static inline uint32_t td_token_request_n_generated(const struct td_token_reques
 Tandem__V1__FinishReason td_token_request_append(struct td_token_request *r, uint32_t token);
 
 /* Fills what a segment needs to draw the next token: want_token, log-probabilities, sampling, draw_index, history,
- * banned ids. tokens, n_tokens, start and table are the scheduler's. The segment points into r. */
-void td_token_request_want_token(const struct td_token_request *r, struct td_segment *seg);
+ * banned ids. tokens, n_tokens, start and table are the scheduler's. The segment points into r. n_coming: tokens that
+ * are being drawn and will stand before this one; without penalties the draw needs no more than their number. */
+void td_token_request_want_token(const struct td_token_request *r, uint32_t n_coming, struct td_segment *seg);
 
 /* A segment's log-probabilities as a message that lives in the caller's storage (pointers into itself: do not copy). */
 struct td_logprobs_msg {

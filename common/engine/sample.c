@@ -120,7 +120,7 @@ static void penalise(float *x, uint32_t n_vocab, const struct td_segment *seg, u
 {
     const uint32_t done = UINT32_MAX;
     const struct td_sampling *s = seg->sampling;
-    if (s->repetition_penalty == 1 && s->presence_penalty == 0 && s->frequency_penalty == 0) return;
+    if (!td_sampling_has_penalties(s)) return;
     /* Only the entries of ids that occur are ever touched: the history is short beside the vocabulary. */
     for (uint32_t i = 0; i < seg->n_history; i++)
         if (seg->history[i] < n_vocab) counts[seg->history[i]] = 0;
@@ -270,8 +270,8 @@ bool td_sample_is_plain(const struct td_segment *seg)
 {
     const struct td_sampling *s = seg->sampling;
     bool is_whole = s->temperature == 0 || (s->top_k == 0 && s->top_p >= 1 && s->min_p == 0);
-    bool is_untouched = seg->mask == NULL && seg->n_banned == 0 && s->n_logit_bias == 0 && s->repetition_penalty == 1 &&
-                        s->presence_penalty == 0 && s->frequency_penalty == 0;
+    bool is_untouched =
+        seg->mask == NULL && seg->n_banned == 0 && s->n_logit_bias == 0 && !td_sampling_has_penalties(s);
     return is_whole && is_untouched && (!seg->want_logprobs || seg->n_top_logprobs == 0);
 }
 
@@ -280,8 +280,7 @@ static bool list_edits(struct td_sample_asked *to, const struct td_segment *seg,
 {
     const uint32_t none = UINT32_MAX;
     const struct td_sampling *s = seg->sampling;
-    bool has_penalty = s->repetition_penalty != 1 || s->presence_penalty != 0 || s->frequency_penalty != 0;
-    uint32_t n_history = has_penalty ? seg->n_history : 0;
+    uint32_t n_history = td_sampling_has_penalties(s) ? seg->n_history : 0;
     for (uint32_t i = 0; i < seg->n_banned; i++)
         if (seg->banned_ids[i] < to->n_ids) marks[seg->banned_ids[i]] = none;
     for (uint32_t i = 0; i < s->n_logit_bias; i++)

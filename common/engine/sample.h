@@ -34,6 +34,12 @@
  * field as in common.proto. */
 enum td_status td_sampling_check(const struct td_sampling *s, uint32_t n_vocab, struct td_err *err);
 
+/* Whether a draw depends on the tokens before it. */
+static inline bool td_sampling_has_penalties(const struct td_sampling *s)
+{
+    return s->repetition_penalty != 1 || s->presence_penalty != 0 || s->frequency_penalty != 0;
+}
+
 /* Draws that a backend does, of one turn: rows as they are asked for, in the host's copies of what td_sample_args
  * points to. max_*: room there. */
 struct td_sample_asked {

@@ -149,6 +149,19 @@ enum td_status td_worker_open_transfer(struct td_worker *w, const struct td_xfer
     return st == TD_OK ? td_worker_watch_pages(w, err) : st;
 }
 
+static enum td_status parse_graphs(const struct td_worker *w, enum td_graphs *out)
+{
+    static const char *const names[] = {
+        [TD_GRAPHS_LAZY] = "lazy", [TD_GRAPHS_START] = "start", [TD_GRAPHS_OFF] = "off"};
+    for (unsigned i = 0; i < TD_COUNT(names); i++) {
+        if (strcmp(w->cfg.cuda_graphs, names[i]) != 0) continue;
+        /* Recording writes into a page that nobody has: who looks after those would complain. */
+        *out = i == TD_GRAPHS_START && w->cfg.page_canary != 0 ? TD_GRAPHS_LAZY : (enum td_graphs)i;
+        return TD_OK;
+    }
+    return TD_E_BAD_CONFIG;
+}
+
 enum td_status td_worker_create_engine(struct td_worker *w, uint32_t max_tokens, uint32_t max_segments,
                                        const struct td_engine_handlers *h, void *user, struct td_err *err)
 {
@@ -159,6 +172,8 @@ enum td_status td_worker_create_engine(struct td_worker *w, uint32_t max_tokens,
         .n_threads = w->cfg.threads,
         .layer_delay_ms = w->cfg.layer_delay,
     };
+    if (w->role->daemon == TD_DECODE && parse_graphs(w, &o.graphs) != TD_OK)
+        return td_err_set(err, TD_E_BAD_CONFIG, "--cuda-graphs: \"%s\" is not lazy, start or off", w->cfg.cuda_graphs);
     if (w->staging != NULL && w->role->daemon == TD_PREFILL) {
         o.stage = td_worker_stage_out;
         o.stage_user = w;

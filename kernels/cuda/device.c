@@ -291,6 +291,15 @@ static enum td_status cuda_mark_us(struct td_stream *base, uint32_t from, uint32
     return td_cuda_status(e, "mark");
 }
 
+static enum td_status cuda_has_passed(struct td_stream *base, uint32_t mark, bool *out)
+{
+    struct td_cuda_stream *s = td_cuda_stream_of(base);
+    if (s->marks == NULL || s->marks[mark] == NULL) return TD_E_INVALID;
+    cudaError_t e = cudaEventQuery(s->marks[mark]);
+    *out = e != cudaErrorNotReady;
+    return *out ? td_cuda_status(e, "mark") : TD_OK;
+}
+
 /* ---- graphs ---- */
 
 static enum td_status cuda_graph_begin(struct td_stream *s)
@@ -362,6 +371,7 @@ static const struct td_backend backend = {
     .packed = td_cuda_packed,
     .mark = cuda_mark,
     .mark_us = cuda_mark_us,
+    .has_passed = cuda_has_passed,
     .sample = td_cuda_sample,
     .explain = td_cuda_explain,
     .n_saturated = cuda_n_saturated,

@@ -29,7 +29,7 @@ static struct {
     const struct td_ops *real;
     bool each_op, has_head;
     uint32_t n; /* marks of the pass recorded last */
-    uint8_t op[TD_STREAM_MARKS];
+    uint8_t op[TD_FORWARD_FIRST_MARK];
 } trace;
 
 static enum td_status before(struct td_stream *s, enum td_bench_op op)
@@ -44,7 +44,7 @@ static enum td_status before(struct td_stream *s, enum td_bench_op op)
         trace.has_head = true;
         return td_stream_mark(s, HEAD_MARK);
     }
-    if (trace.n + 2 > TD_STREAM_MARKS) return TD_OK;
+    if (trace.n + 2 > TD_FORWARD_FIRST_MARK) return TD_OK;
     trace.op[trace.n] = (uint8_t)op;
     return td_stream_mark(s, trace.n);
 }
@@ -53,7 +53,7 @@ static enum td_status behind(struct td_stream *s, enum td_bench_op op)
 {
     if (op == TD_BENCH_OP_lm_head) return td_stream_mark(s, LAST_MARK);
     if (op == TD_BENCH_OP_embed || op == TD_BENCH_OP_pack_weight || !trace.each_op) return TD_OK;
-    if (trace.n + 2 > TD_STREAM_MARKS) return TD_OK;
+    if (trace.n + 2 > TD_FORWARD_FIRST_MARK) return TD_OK;
     trace.n += 2;
     return td_stream_mark(s, trace.n - 1);
 }

@@ -1,6 +1,6 @@
 """A request's tokens depend on nothing but the request: 200 of them, each alone on a fleet that remembers nothing, and again all
 at once on a fleet where everything that must not matter happens: full batches, small chunks, several prompts in a pass, prefix
-hits, prompts computed by decode workers, several ranks, too few pages, workers that are killed."""
+hits, prompts computed by decode workers, several ranks, steps planned ahead, too few pages, workers that are killed."""
 import concurrent.futures
 import random
 import threading
@@ -52,7 +52,7 @@ def test_tokens_depend_on_the_request_alone(new_fleet):
     crowd = new_fleet(n_prefill=2, n_decode=2,
                       prefill_flags=("--kv-bytes", str(20 << 20), "--prefill-chunk-tokens", "50", "--max-prefill-batch", "4"),
                       decode_flags=("--kv-bytes", str(28 << 20), "--max-batch", "12", "--local-prefill-tokens", "48",
-                                    "--quarantine", "50"))
+                                    "--quarantine", "50", "--step-depth", "2"))
     crowd.decode.append(crowd.add("decode", "decode-tp", "--tp", "2", "--ep", "2"))
     crowd.wait_workers(2, 3)
     client = crowd.client()

@@ -7,6 +7,7 @@
 
 #include "common/base/log.h"
 #include "kernels/e4m3.h"
+#include "tests/kernels/ahead.h"
 #include "tests/kernels/draws.h"
 #include "tests/kernels/golden.h"
 #include "tests/kernels/invariance.h"
@@ -702,6 +703,10 @@ int main(int argc, char **argv)
     if (WANTED("golden")) {
         check_goldens(&p);
         pair_report(&p, "small checkpoint");
+    }
+    if (WANTED("ahead")) {
+        check_ahead(&p);
+        pair_report(&p, "steps ahead");
     }
     if (strcmp(only, "few") == 0) { /* a little of everything, for a sanitizer */
         static const uint32_t rows[] = {1, 8, 9, 129};

@@ -216,6 +216,7 @@ static void start_decode(struct sim_cluster *c, struct sim_process *p)
         .max_context_tokens = w->max_context_tokens,
         .max_batch = w->cfg.max_batch,
         .chunk_tokens = w->cfg.local_prefill_tokens,
+        .step_depth = c->world->seed % 4 == 0 ? 1 : 2,
         .has_prefix_cache = w->cfg.prefix_cache != 0,
         .return_margin_tokens = 2 * SIM_PAGE_TOKENS,
         .quarantine_ms = w->cfg.quarantine,

@@ -6,6 +6,8 @@
 #include "common/base/check.h"
 #include "tests/sim/model.h"
 
+#define SIM_MAX_DRAWN 64u /* segments of a batch */
+
 struct td_engine {
     struct sim_engine_options o;
     struct td_engine_handlers h;
@@ -16,6 +18,8 @@ struct td_engine {
     struct td_timer timer;
     uint64_t started_ns;
     bool is_hung, fails;
+    uint32_t drawn[SIM_MAX_DRAWN]; /* by segment of the batch that ended last */
+    uint32_t n_drawn;
 };
 
 static const char *const group_names[] = {"sliding", "full"};
@@ -64,12 +68,18 @@ static uint32_t page_at(const struct td_engine *e, const struct td_segment *s, e
     return page;
 }
 
-/* Schedulers keep a sequence's tokens in one array, so those before the segment stand before its own. */
-static void states_of(const struct td_segment *s, uint64_t *out)
+/* Schedulers keep a sequence's tokens in one array, so those before the segment stand before its own. What it is fed
+ * is the engine's to know: its request may have ended. */
+static void states_of(const struct td_engine *e, const struct td_segment *s, uint64_t *out)
 {
     const uint32_t *tokens = s->tokens - s->start;
     uint64_t state = 0;
-    for (uint32_t p = 0; p < s->start + s->n_tokens; p++) out[p] = state = sim_state(state, tokens[p]);
+    for (uint32_t p = 0; p < s->start + s->n_tokens; p++) {
+        bool is_fed = s->is_fed && p == s->start;
+        if (is_fed && (s->n_tokens != 1 || s->fed_by >= e->n_drawn))
+            sim_fail(e->o.host->world, "a batch is fed by segment %u of %u", s->fed_by, e->n_drawn);
+        out[p] = state = sim_state(state, is_fed ? e->drawn[s->fed_by] : tokens[p]);
+    }
 }
 
 static void read_context(const struct td_engine *e, const struct td_segment *s, enum td_kv_group g, uint32_t layer,
@@ -129,24 +139,27 @@ static void compute_layer(const struct td_engine *e, const struct td_batch *b, u
     enum td_kv_group g = sim_model.is_sliding[layer] ? TD_KV_SLIDING : TD_KV_FULL;
     for (uint32_t i = 0; i < b->n_segments; i++) {
         const struct td_segment *s = &b->segments[i];
-        states_of(s, states);
+        states_of(e, s, states);
         read_context(e, s, g, sim_model.layer_in_group[layer], states);
         write_layer(e, s, g, sim_model.layer_in_group[layer], states);
     }
 }
 
-static void draw(struct td_batch *b)
+static void draw(struct td_engine *e, struct td_batch *b)
 {
     uint64_t states[SIM_MAX_CONTEXT];
     for (uint32_t i = 0; i < b->n_segments; i++) {
         struct td_segment *s = &b->segments[i];
         if (!s->want_token) continue;
-        states_of(s, states);
+        states_of(e, s, states);
         s->token = sim_next_token(states[s->start + s->n_tokens - 1], s->sampling->seed, s->draw_index, s->banned_ids,
                                   s->n_banned);
         s->chosen = (struct td_logprob){s->token, -1};
         for (uint32_t k = 0; k < s->n_top_logprobs; k++) s->top[k] = (struct td_logprob){k, -2};
     }
+    TD_CHECK(b->n_segments <= SIM_MAX_DRAWN);
+    e->n_drawn = b->n_segments;
+    for (uint32_t i = 0; i < b->n_segments; i++) e->drawn[i] = b->segments[i].token;
 }
 
 /* --- batches ----------------------------------------------------------------------------------------------- */
@@ -177,7 +190,7 @@ static void end(struct td_engine *e, enum td_status st)
     struct td_batch *b = e->queue[0];
     if (e->fails) st = TD_E_DEVICE;
     e->fails = false;
-    if (st == TD_OK) draw(b);
+    if (st == TD_OK) draw(e, b);
     e->queue[0] = e->queue[1];
     if (--e->n_queued > 0) start(e);
     e->h.on_done(e, b, st, e->user);

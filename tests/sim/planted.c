@@ -81,6 +81,16 @@ WRAP(void, td_decode_sched_add, struct td_decode_sched *s, struct td_decode_seq 
     __real_td_decode_sched_add(s, q);
 }
 
+/* Of a sequence that left while a step was in flight: as if none were. */
+WRAP(void, td_decode_sched_remove, struct td_decode_sched *s, struct td_decode_seq *q)
+{
+    bool is_early = planted == early_pages && q->n_in_flight > 0;
+    uint32_t n = q->n_in_flight;
+    if (is_early) td_decode_seq_drop(q, s);
+    TD_CHECK(q->n_in_flight == n);
+    __real_td_decode_sched_remove(s, q);
+}
+
 WRAP(void, td_decode_stream_token, struct td_decode_stream *s, uint64_t stream_id, const struct td_segment *seg)
 {
     if (planted == lost_token && now_and_then(100)) return;
@@ -105,9 +115,9 @@ WRAP(void, td_kv_pages_unref, struct td_kv_pages *kv, enum td_kv_group g, uint32
     __real_td_kv_pages_unref(kv, g, page);
 }
 
-WRAP(void, td_token_request_want_token, const struct td_token_request *r, struct td_segment *seg)
+WRAP(void, td_token_request_want_token, const struct td_token_request *r, uint32_t n_coming, struct td_segment *seg)
 {
-    __real_td_token_request_want_token(r, seg);
+    __real_td_token_request_want_token(r, planted == late_index ? 0 : n_coming, seg);
     if (planted == wrong_draw && seg->draw_index > 0) seg->draw_index--;
 }
 

@@ -20,6 +20,8 @@
     X(lost_migrating,  "a request that goes on elsewhere forgets its last token")                                       \
     X(forgotten_draws, "a request that goes on elsewhere draws as if its answer so far were prompt")                    \
     X(no_copy,         "a block that is known in part is not copied from the prefix cache")                             \
+    X(early_pages,     "a decode worker takes back a request's pages while a step in flight still has it")              \
+    X(late_index,      "a step planned ahead draws as if the token before were not being drawn")                      \
     X(wrong_draw,      "a decode worker draws with the index of the token before")
 /* clang-format on */
 

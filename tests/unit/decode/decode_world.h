@@ -19,6 +19,7 @@
 #include "common/base/list.h"
 #include "common/base/log.h"
 #include "common/engine/request.h"
+#include "common/engine/sample.h"
 #include "common/handoff/wire.h"
 #include "decode/worker.h"
 
@@ -64,7 +65,9 @@ struct world {
     struct td_kv_pages *pages;
     uint32_t memory[TD_KV_N_GROUPS][MAX_PAGES][PAGE]; /* token + 1; 0: nothing */
     struct td_decode_worker *worker;
-    struct td_batch *batch; /* in flight */
+    struct td_batch *batches[2]; /* in flight, the first first */
+    uint32_t n_batches, depth;
+    uint32_t drawn[512], n_drawn; /* by segment of the step before */
     uint32_t max_batch, chunk;
     uint32_t n_steps, n_segments_last;
     uint32_t n_prompt_last, n_decoding_last; /* tokens of prompts, but for a last one alone; the other segments */
@@ -141,25 +144,37 @@ static uint32_t *cell(struct world *w, int g, const struct td_page_table *t, uin
     return &w->memory[g][page][pos % PAGE];
 }
 
+/* The tokens up to the segment's last. What it is fed only the engine knows: its request may have ended. */
+static void history_of(const struct world *w, const struct td_segment *s, uint32_t *out)
+{
+    memcpy(out, s->tokens - s->start, (s->start + s->n_tokens) * sizeof *out);
+    if (!s->is_fed) return;
+    assert_int_equal(s->n_tokens, 1);
+    assert_true(s->fed_by < w->n_drawn);
+    out[s->start] = w->drawn[s->fed_by];
+}
+
 static void compute(struct world *w, struct td_segment *s)
 {
+    uint32_t tokens[CONTEXT];
+    history_of(w, s, tokens);
     for (int g = 0; g < TD_KV_N_GROUPS; g++) {
         uint32_t first = g == TD_KV_SLIDING && s->start >= WINDOW - 1 ? s->start - (WINDOW - 1) : 0;
-        for (uint32_t p = first; p < s->start; p++)
-            assert_int_equal(*cell(w, g, &s->table[g], p), (s->tokens - s->start)[p] + 1);
+        for (uint32_t p = first; p < s->start; p++) assert_int_equal(*cell(w, g, &s->table[g], p), tokens[p] + 1);
         for (uint32_t i = 0; i < s->n_tokens; i++) {
             uint32_t *c = cell(w, g, &s->table[g], s->start + i);
             uint32_t page = s->table[g].pages[(s->start + i) / PAGE - s->table[g].first_block];
             assert_int_equal(td_kv_pages_refs(w->pages, (enum td_kv_group)g, page),
                              1); /* nobody shares what is written */
-            *c = s->tokens[i] + 1;
+            *c = tokens[s->start + i] + 1;
         }
     }
     if (!s->want_token) return;
-    assert_int_equal(s->n_history, s->start + s->n_tokens);
+    assert_int_equal(s->n_history + s->is_fed, s->start + s->n_tokens);
     assert_ptr_equal(s->history, s->tokens - s->start);
-    assert_int_equal(s->draw_index, s->n_history - s->n_prompt);
-    s->token = next_token(s->history, s->n_history);
+    assert_int_equal(s->draw_index, s->start + s->n_tokens - s->n_prompt);
+    assert_true(!s->is_fed || !td_sampling_has_penalties(s->sampling));
+    s->token = next_token(tokens, s->start + s->n_tokens);
     for (uint32_t i = 0; i < s->n_banned; i++)
         if (s->token == s->banned_ids[i]) s->token = 1;
     if (s->want_logprobs) {
@@ -171,7 +186,7 @@ static void compute(struct world *w, struct td_segment *s)
 static enum td_status w_submit(void *self, struct td_batch *b)
 {
     struct world *w = self;
-    assert_null(w->batch);
+    assert_true(w->n_batches < w->depth);
     if (w->submit_status != TD_OK) return w->submit_status;
     uint32_t n_tokens = 0, n_prompt_tokens = 0;
     for (uint32_t i = 0; i < b->n_segments; i++) {
@@ -180,16 +195,18 @@ static enum td_status w_submit(void *self, struct td_batch *b)
     }
     assert_true(b->n_segments >= 1 && b->n_segments <= w->max_batch); /* what the engine has memory for */
     assert_true(n_prompt_tokens <= w->chunk && n_tokens <= w->max_batch + w->chunk);
-    w->batch = b;
+    w->batches[w->n_batches++] = b;
     return TD_OK;
 }
 
-/* Computes and finishes the step in flight, if there is one. */
+/* Computes and finishes the first step in flight, if there is one. */
 static bool step(struct world *w, enum td_status st)
 {
-    struct td_batch *b = w->batch;
-    if (b == NULL) return false;
-    w->batch = NULL;
+    if (w->n_batches == 0) return false;
+    struct td_batch *b = w->batches[0];
+    w->batches[0] = w->batches[1];
+    w->batches[1] = NULL;
+    w->n_batches--;
     w->n_steps++;
     w->n_segments_last = b->n_segments;
     for (uint32_t i = 0; i < b->n_copies && st == TD_OK; i++) {
@@ -200,6 +217,8 @@ static bool step(struct world *w, enum td_status st)
     }
     if (st == TD_OK)
         for (uint32_t i = 0; i < b->n_segments; i++) compute(w, &b->segments[i]);
+    w->n_drawn = b->n_segments;
+    for (uint32_t i = 0; i < b->n_segments; i++) w->drawn[i] = b->segments[i].token;
     w->n_prompt_last = w->n_decoding_last = 0;
     for (uint32_t i = 0; i < b->n_segments; i++)
         if (b->segments[i].n_tokens > 1 || !b->segments[i].want_token)
@@ -304,6 +323,7 @@ static void lose_router(struct world *w, unsigned r)
 struct ask {
     uint32_t n_prompt, n_generated, max_tokens, min_tokens, last; /* last: value of the last token, if not 0 */
     uint32_t n_logprobs;
+    float presence_penalty;
     uint64_t timeout_us, age_us, prefill; /* prefill 0: PREFILL_ID */
     bool is_local, no_stop;
     uint32_t salt;
@@ -321,6 +341,7 @@ static struct told *start(struct world *w, unsigned r, uint64_t id, struct ask a
     snprintf(name, sizeof name, "r%u-%u", r, (unsigned)id);
     uint32_t stop = STOP_ID;
     Tandem__V1__Sampling s = TANDEM__V1__SAMPLING__INIT;
+    s.presence_penalty = a.presence_penalty;
     s.seed_opt_case = TANDEM__V1__SAMPLING__SEED_OPT_SEED;
     Tandem__V1__TokenRequest q = TANDEM__V1__TOKEN_REQUEST__INIT;
     q.request_id = name;
@@ -429,7 +450,7 @@ static void w_broken(void *self, enum td_status st, const char *why)
 }
 
 struct shape {
-    uint32_t n_sliding, n_full, max_batch, chunk, margin;
+    uint32_t n_sliding, n_full, max_batch, chunk, margin, depth; /* depth 0: 1 */
     bool has_no_cache;
 };
 static struct world *make_world(struct shape s)
@@ -449,8 +470,10 @@ static struct world *make_world(struct shape s)
                                          .chunk_tokens = s.chunk != 0 ? s.chunk : 5,
                                          .has_prefix_cache = !s.has_no_cache,
                                          .return_margin_tokens = s.margin,
+                                         .step_depth = s.depth != 0 ? s.depth : 1,
                                          .quarantine_ms = 250};
     w->max_batch = o.max_batch;
+    w->depth = o.step_depth;
     w->chunk = o.chunk_tokens;
     uint32_t n[TD_KV_N_GROUPS] = {s.n_sliding != 0 ? s.n_sliding : 100, s.n_full != 0 ? s.n_full : 200};
     for (int g = 0; g < TD_KV_N_GROUPS; g++) {

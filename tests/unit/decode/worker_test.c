@@ -14,12 +14,12 @@ static void a_request_is_reserved_completed_and_decoded_to_its_end(void **state)
     /* Full: blocks 0..2. Sliding: position 10 sees 3..9: blocks 0..2. */
     assert_int_equal(t->n_pages[TD_KV_FULL], 3);
     assert_int_equal(t->first_block[TD_KV_SLIDING], 0);
-    assert_null(w->batch);
+    assert_null(w->batches[0]);
     complete(w, t);
-    assert_non_null(w->batch);
-    assert_int_equal(w->batch->segments[0].start, 10);
-    assert_int_equal(w->batch->segments[0].n_tokens, 1);
-    assert_int_equal(w->batch->segments[0].draw_index, 1);
+    assert_non_null(w->batches[0]);
+    assert_int_equal(w->batches[0]->segments[0].start, 10);
+    assert_int_equal(w->batches[0]->segments[0].n_tokens, 1);
+    assert_int_equal(w->batches[0]->segments[0].draw_index, 1);
     run(w);
     expect_tokens(t, false, 19); /* the first token is the prefill worker's to tell */
     expect_finished(t, LENGTH, "OK", false);
@@ -94,8 +94,8 @@ static void a_migrated_request_goes_on_where_it_was(void **state)
     struct world *w = make_world((struct shape){0});
     struct told *t = start(w, 0, 1, (struct ask){.n_prompt = 6, .n_generated = 5, .max_tokens = 9});
     complete(w, t);
-    assert_int_equal(w->batch->segments[0].draw_index, 6);
-    assert_int_equal(w->batch->segments[0].n_prompt, 6);
+    assert_int_equal(w->batches[0]->segments[0].draw_index, 6);
+    assert_int_equal(w->batches[0]->segments[0].n_prompt, 6);
     run(w);
     expect_tokens(t, false, 3);
     expect_finished(t, LENGTH, "OK", false);
@@ -427,7 +427,7 @@ static void an_aborted_or_false_hand_off_loses_the_request(void **state)
     expect_finished(c, NONE, "STALE", true);
     answer_stops(w);
     expect_pages_back(w);
-    assert_null(w->batch);
+    assert_null(w->batches[0]);
     free_world(w);
 }
 
@@ -664,9 +664,9 @@ static void the_last_sequence_waits_for_pages_that_a_reservation_gives_back(void
     expect_finished(young, NONE, "PREEMPTED", true);
     assert_int_equal(w->n_stops, 1);
     advance_ms(w, 100);
-    assert_null(w->batch);
+    assert_null(w->batches[0]);
     answer_stops(w);
-    assert_non_null(w->batch); /* at once */
+    assert_non_null(w->batches[0]); /* at once */
     run(w);
     expect_tokens(old, false, 24);
     expect_pages_back(w);
@@ -806,7 +806,8 @@ static void random_traffic(uint64_t seed, bool with_faults)
     struct shape s = {.n_sliding = 12 + (uint32_t)(td_rng_uniform(seed, 0, 1) * 30),
                       .n_full = 14 + (uint32_t)(td_rng_uniform(seed, 0, 2) * 60),
                       .max_batch = 1 + (uint32_t)(td_rng_uniform(seed, 0, 3) * 6),
-                      .chunk = 1 + (uint32_t)(td_rng_uniform(seed, 0, 4) * 12)};
+                      .chunk = 1 + (uint32_t)(td_rng_uniform(seed, 0, 4) * 12),
+                      .depth = 1 + seed % 2};
     struct world *w = make_world(s);
     connect_router(w, 1);
     bool is_local[2][MAX_IDS] = {{false}}, is_done[2][MAX_IDS] = {{false}};
@@ -840,6 +841,7 @@ static void random_traffic(uint64_t seed, bool with_faults)
                                .last = td_rng_uniform(seed, i, 6) < 0.2 ? 62 : 0,
                                .timeout_us = td_rng_uniform(seed, i, 7) < 0.2 ? 30000 : 0,
                                .n_logprobs = td_rng_uniform(seed, i, 8) < 0.2 ? 2 : 0,
+                               .presence_penalty = td_rng_uniform(seed, i, 11) < 0.2 ? 1 : 0,
                                .salt = (uint32_t)seed});
         } else if (what < 0.5 && is_open) {
             is_done[r][id] = true;

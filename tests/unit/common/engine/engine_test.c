@@ -63,7 +63,8 @@ static void open_fixture(struct fixture *f, uint32_t layer_delay_ms)
     struct td_engine_options o = f->t.engine;
     o.layer_delay_ms = layer_delay_ms;
     f->engine_handlers = (struct td_engine_handlers){.on_layer = on_layer, .on_done = on_done};
-    if (td_engine_create(f->t.model, &o, f->loop, &f->engine_handlers, f, &f->engine, &err) != TD_OK) fail_msg("%s", err.text);
+    if (td_engine_create(f->t.model, &o, f->loop, &f->engine_handlers, f, &f->engine, &err) != TD_OK)
+        fail_msg("%s", err.text);
 }
 
 static void close_fixture(struct fixture *f)
@@ -138,6 +139,53 @@ static void abandon_at_the_first_layer(struct td_engine *e, struct td_batch *b, 
 {
     on_layer(e, b, layer, user);
     atomic_store(&b->is_abandoned, true);
+}
+
+static const struct td_sampling greedy = {.top_p = 1, .repetition_penalty = 1};
+
+/* Two sequences; the second batch has them the other way round. */
+static void a_batch_goes_on_from_what_the_one_before_it_draws(void **state)
+{
+    (void)state;
+    struct fixture f;
+    open_fixture(&f, 0);
+    struct tiny_seq s[2];
+    uint32_t want[3][2] = {{0}};
+    for (int round = 0; round < 2; round++) { /* the token is told; the token is not known yet */
+        struct td_segment segs[3][2];
+        struct td_batch b[3];
+        for (uint32_t i = 0; i < 2; i++) {
+            if (round == 0) tiny_seq_open(&f.t, &s[i], 64);
+            s[i].n = 0;
+        }
+        for (uint32_t k = 0; k < 3; k++) {
+            for (uint32_t i = 0; i < 2; i++) {
+                uint32_t who = k % 2 == 0 ? i : 1 - i;
+                struct td_segment *seg = &segs[k][i];
+                *seg = k == 0 ? tiny_next(&f.t, &s[who], words + who, 5, NULL)
+                              : tiny_next(&f.t, &s[who], round == 0 ? &want[k - 1][who] : NULL, 1, NULL);
+                seg->want_token = true;
+                seg->sampling = &greedy;
+                seg->is_fed = k > 0 && round == 1;
+                seg->fed_by = 1 - i;
+            }
+            b[k] = (struct td_batch){.segments = segs[k], .n_segments = 2};
+            if (round == 0) assert_int_equal(td_engine_run_now(f.engine, &b[k], NULL, NULL), TD_OK);
+            for (uint32_t i = 0; i < 2 && round == 0; i++) want[k][k % 2 == 0 ? i : 1 - i] = segs[k][i].token;
+        }
+        if (round == 0) continue;
+        assert_int_equal(td_engine_submit(f.engine, &b[0]), TD_OK);
+        assert_int_equal(td_engine_submit(f.engine, &b[1]), TD_OK);
+        for (f.stop_after = 1; f.stop_after <= 3; f.stop_after++) {
+            assert_int_equal(td_loop_run(f.loop), TD_OK);
+            if (f.stop_after == 1) assert_int_equal(td_engine_submit(f.engine, &b[2]), TD_OK);
+        }
+        for (uint32_t k = 0; k < 3; k++)
+            for (uint32_t i = 0; i < 2; i++) assert_int_equal(segs[k][i].token, want[k][k % 2 == 0 ? i : 1 - i]);
+    }
+    assert_true(want[0][0] != want[0][1]);
+    for (uint32_t i = 0; i < 2; i++) tiny_seq_close(&s[i]);
+    close_fixture(&f);
 }
 
 static void an_abandoned_batch_ends_between_two_layers(void **state)
@@ -292,6 +340,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(results_come_back_as_mail_layers_first),
         cmocka_unit_test(two_batches_may_wait_and_run_in_order),
+        cmocka_unit_test(a_batch_goes_on_from_what_the_one_before_it_draws),
         cmocka_unit_test(an_abandoned_batch_ends_between_two_layers),
         cmocka_unit_test(a_bad_batch_is_refused_and_takes_no_place),
         cmocka_unit_test(a_running_step_has_an_age_and_an_idle_engine_none),

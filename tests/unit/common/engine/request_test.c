@@ -178,7 +178,7 @@ static void stop_ids_are_banned_until_min_tokens_and_the_draw_is_counted(void **
     f.m.n_logprobs = 2;
     assert_int_equal(td_token_request_parse(&f.m, VOCAB, CONTEXT, &r, NULL), TD_OK);
     struct td_segment seg = {0};
-    td_token_request_want_token(&r, &seg);
+    td_token_request_want_token(&r, 0, &seg);
     assert_true(seg.want_token && seg.want_logprobs);
     assert_int_equal(seg.n_top_logprobs, 2);
     assert_int_equal(seg.draw_index, 2);
@@ -186,7 +186,7 @@ static void stop_ids_are_banned_until_min_tokens_and_the_draw_is_counted(void **
     assert_int_equal(seg.n_prompt, 6);
     assert_int_equal(seg.n_banned, 2);
     td_token_request_append(&r, 1);
-    td_token_request_want_token(&r, &seg);
+    td_token_request_want_token(&r, 0, &seg);
     assert_int_equal(seg.n_banned, 0);
     assert_int_equal(seg.draw_index, 3);
     td_token_request_deinit(&r);
