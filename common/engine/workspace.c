@@ -16,7 +16,10 @@ static uint32_t n_host_copies(enum where where)
 
 static enum td_status no_memory(struct td_err *err, enum td_status st, const char *name, size_t n, size_t size)
 {
-    return td_err_set(err, st, "no memory for the engine's buffer \"%s\", %zu x %zu bytes", name, n, size);
+    return td_err_set(err, st,
+                      "no memory for the engine's buffer \"%s\", %zu x %zu bytes: lower --kv-bytes, "
+                      "--prefill-chunk-tokens or --max-batch",
+                      name, n, size);
 }
 
 static enum td_status reserve(struct td_workspace *w, enum where where, const char *name, size_t n, size_t size,

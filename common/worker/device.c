@@ -6,6 +6,7 @@
  *   decode    hand-off complete -> its pages are copied in -> the sequence may run
  */
 #include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "common/base/check.h"
@@ -13,7 +14,8 @@
 #include "common/worker/worker.h"
 #include "kernels/device.h"
 
-#define DRIVER_BLOCK ((size_t)2 << 20)
+#define DRIVER_BLOCK    ((size_t)2 << 20)
+#define WORKSPACE_GUESS (2ull << 30) /* of the engine, beside the pools, for advice */
 
 enum td_status td_worker_check_device(const struct td_config *c, struct td_err *err)
 {
@@ -87,6 +89,23 @@ static enum td_status create_staging(struct td_worker *w, struct td_err *err)
     return st;
 }
 
+/* Before anything is allocated, so that what is refused is refused with figures. */
+static enum td_status check_room(struct td_worker *w, struct td_err *err)
+{
+    uint64_t needed = 0, n_free, total;
+    if (td_device_memory(w->device, &n_free, &total) != TD_OK) return TD_OK; /* it will show */
+    for (int g = 0; g < TD_KV_N_GROUPS; g++) needed += td_kv_pool_bytes(&w->kv_layout[g]) + DRIVER_BLOCK;
+    if (needed <= n_free) return TD_OK;
+    uint64_t fits = n_free > WORKSPACE_GUESS ? (n_free - WORKSPACE_GUESS) >> 30 : 0;
+    char advice[64] = "the weights alone fill it: --moe-weights mxfp4 takes least";
+    if (fits > 0) snprintf(advice, sizeof advice, "--kv-bytes=%" PRIu64 "g would fit", fits);
+    return td_err_set(err, TD_E_NO_MEMORY,
+                      "--kv-bytes: KV pools of %.2f GB do not fit: of the GPU's %.1f GB, %.2f GB are free beside the "
+                      "weights' %.1f GB; %s",
+                      (double)needed / 1e9, (double)total / 1e9, (double)n_free / 1e9,
+                      (double)td_model_weight_bytes(w->model) / 1e9, advice);
+}
+
 enum td_status td_worker_create_pools(struct td_worker *w, struct td_err *err)
 {
     enum td_status st = TD_OK;
@@ -94,6 +113,7 @@ enum td_status td_worker_create_pools(struct td_worker *w, struct td_err *err)
         for (int g = 0; st == TD_OK && g < TD_KV_N_GROUPS; g++)
             st = w->xfer_ops->pool_create(w->xfer, td_kv_pool_bytes(&w->kv_layout[g]), &w->pools[r][g], err);
     if (w->device == NULL || st != TD_OK) return st;
+    st = check_room(w, err);
     for (int g = 0; st == TD_OK && g < TD_KV_N_GROUPS; g++) {
         size_t n = td_kv_pool_bytes(&w->kv_layout[g]);
         /* Alone in its blocks of the driver's: a peer that maps one pool must not have mapped the other with it. */

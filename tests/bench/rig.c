@@ -23,6 +23,7 @@ const char *const td_bench_op_names[TD_BENCH_N_OPS] = {
 #define FIRST_MARK 0u /* of the pass: before the embedding */
 #define LAST_MARK  1u /* behind the logits */
 #define HEAD_MARK  2u /* the logits', which may not be in the graph with the rest */
+#define EMPTY_MARK 3u /* right behind FIRST_MARK: what two marks cost */
 #define OPS_MARK   4u
 
 static struct {
@@ -37,7 +38,8 @@ static enum td_status before(struct td_stream *s, enum td_bench_op op)
     if (op == TD_BENCH_OP_embed) {
         trace.n = OPS_MARK;
         trace.has_head = false;
-        return td_stream_mark(s, FIRST_MARK);
+        enum td_status st = td_stream_mark(s, FIRST_MARK);
+        return st == TD_OK && trace.each_op ? td_stream_mark(s, EMPTY_MARK) : st;
     }
     if (op == TD_BENCH_OP_pack_weight || !trace.each_op) return TD_OK;
     if (op == TD_BENCH_OP_lm_head) {
@@ -84,12 +86,13 @@ double td_bench_rig_device_s(struct td_bench_rig *r) { return us_between(r, FIRS
 
 void td_bench_rig_add_ops(struct td_bench_rig *r, double us[TD_BENCH_N_OPS], uint32_t calls[TD_BENCH_N_OPS])
 {
+    const double empty = us_between(r, FIRST_MARK, EMPTY_MARK);
     for (uint32_t i = OPS_MARK; i < trace.n; i += 2) {
-        us[trace.op[i]] += us_between(r, i, i + 1);
+        us[trace.op[i]] += us_between(r, i, i + 1) - empty;
         calls[trace.op[i]]++;
     }
     if (!trace.has_head) return;
-    us[TD_BENCH_OP_lm_head] += us_between(r, HEAD_MARK, LAST_MARK);
+    us[TD_BENCH_OP_lm_head] += us_between(r, HEAD_MARK, LAST_MARK) - empty;
     calls[TD_BENCH_OP_lm_head]++;
 }
 
