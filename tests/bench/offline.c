@@ -95,23 +95,19 @@ static void bench_prefill(struct offline *b)
 
 /* ---- decode ---- */
 
-/* Median wall seconds of a step; *device_out: of its ops on the device. */
-static double decode(struct offline *b, uint32_t batch, uint32_t context, double *device_out)
+/* Median wall seconds of a step; *gap_out: of the time the device had nothing to do before one. */
+static double decode(struct offline *b, uint32_t batch, uint32_t context, uint32_t steps, double *gap_out)
 {
-    double t[MAX_TIMES], d[MAX_TIMES];
-    for (int i = 0; i < 3; i++) td_bench_rig_decode(&b->r, batch, context);
-    for (uint32_t i = 0; i < b->steps; i++) {
-        t[i] = td_bench_rig_decode(&b->r, batch, context);
-        d[i] = td_bench_rig_device_s(&b->r);
-    }
-    *device_out = median(d, b->steps);
-    return median(t, b->steps);
+    double t[MAX_TIMES], g[MAX_TIMES];
+    td_bench_rig_decode(&b->r, batch, context, steps, t, g);
+    *gap_out = median(g, steps);
+    return median(t, steps);
 }
 
 static void bench_decode(struct offline *b)
 {
     printf("\ndecode, a step\n%8s %6s %10s %10s %7s %12s %12s\n", "context", "batch", "ms", "floor", "ratio",
-           "tokens/s", "beyond ops us");
+           "tokens/s", "gap us");
     for (uint32_t i = 0; i < b->contexts.n; i++)
         for (uint32_t k = 0; k < b->batches.n; k++) {
             uint32_t context = b->contexts.v[i], batch = b->batches.v[k];
@@ -121,9 +117,9 @@ static void bench_decode(struct offline *b)
             }
             struct td_bench_floors f;
             td_bench_decode_floors(b->r.c, b->o.form, b->o.kv, batch, context, &f);
-            double on_device, s = decode(b, batch, context, &on_device);
+            double gap, s = decode(b, batch, context, b->steps, &gap);
             printf("%8u %6u %10.3f %10.3f %7.2f %12.0f %12.0f\n", context, batch, s * 1e3, f.total * 1e3, s / f.total,
-                   batch / s, (s - on_device) * 1e6);
+                   batch / s, gap * 1e6);
             fflush(stdout);
         }
 }
@@ -168,7 +164,8 @@ static void bench_ops(struct offline *b)
     uint32_t n = 8192 < most(&b->prompts) ? 8192 : most(&b->prompts);
     struct td_bench_floors f;
     for (size_t i = 0; i < TD_COUNT(steps); i++)
-        if (td_bench_rig_fits(&b->r, steps[i][0], steps[i][1])) whole[i] = decode(b, steps[i][0], steps[i][1], &unused);
+        if (td_bench_rig_fits(&b->r, steps[i][0], steps[i][1]))
+            whole[i] = decode(b, steps[i][0], steps[i][1], b->steps, &unused);
     prefill(b, n, NULL, NULL);
     whole_prefill = prefill(b, n, NULL, NULL);
     td_bench_rig_trace(&b->r, true);
@@ -176,9 +173,8 @@ static void bench_ops(struct offline *b)
         double us[TD_BENCH_N_OPS] = {0};
         uint32_t calls[TD_BENCH_N_OPS] = {0};
         if (!td_bench_rig_fits(&b->r, steps[i][0], steps[i][1])) continue;
-        decode(b, steps[i][0], steps[i][1], &unused);
         for (int k = 0; k < 8; k++) {
-            td_bench_rig_decode(&b->r, steps[i][0], steps[i][1]);
+            decode(b, steps[i][0], steps[i][1], 1, &unused);
             td_bench_rig_add_ops(&b->r, us, calls);
         }
         td_bench_decode_floors(b->r.c, b->o.form, b->o.kv, steps[i][0], steps[i][1], &f);

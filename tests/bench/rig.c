@@ -82,8 +82,6 @@ static double us_between(const struct td_bench_rig *r, uint32_t from, uint32_t t
     return td_stream_mark_us(r->forward.stream, from, to, &us) == TD_OK ? us : 0;
 }
 
-double td_bench_rig_device_s(struct td_bench_rig *r) { return us_between(r, FIRST_MARK, LAST_MARK) / 1e6; }
-
 void td_bench_rig_add_ops(struct td_bench_rig *r, double us[TD_BENCH_N_OPS], uint32_t calls[TD_BENCH_N_OPS])
 {
     const double empty = us_between(r, FIRST_MARK, EMPTY_MARK);
@@ -265,17 +263,68 @@ static double run(struct td_bench_rig *r, struct td_segment *s, uint32_t n)
     return took;
 }
 
-double td_bench_rig_decode(struct td_bench_rig *r, uint32_t n_seqs, uint32_t n_ctx)
+#define MAX_SEQS 1024u
+#define WARM_UP  3u
+
+struct steps {
+    struct td_bench_rig *r;
+    struct td_segment s[2][MAX_SEQS];
+    struct td_batch b[2];
+    uint32_t n_seqs, n_ctx, n_made;
+};
+
+static struct td_batch *next_step(struct steps *x)
 {
-    static struct td_segment s[1024];
-    TD_CHECK(td_bench_rig_fits(r, n_seqs, n_ctx) && n_seqs <= TD_COUNT(s));
-    static uint32_t turn; /* other tokens in every step and row: other experts */
-    for (uint32_t i = 0; i < n_seqs; i++) {
-        s[i] = segment(r, i, n_ctx - 1, 1);
-        s[i].tokens = r->tokens + (turn++ * 37u) % n_ctx;
-        s[i].draw_index = turn;
+    uint32_t turn = x->n_made % 2;
+    for (uint32_t i = 0; i < x->n_seqs; i++) {
+        struct td_segment *s = &x->s[turn][i];
+        *s = segment(x->r, i, x->n_ctx - 1, 1);
+        /* Other tokens in every step and row: other experts. */
+        s->tokens = x->r->tokens + (uint64_t)(x->n_made * x->n_seqs + i) * 37u % x->n_ctx;
+        s->draw_index = x->n_made;
     }
-    return run(r, s, n_seqs);
+    x->n_made++;
+    x->b[turn] = (struct td_batch){.segments = x->s[turn], .n_segments = x->n_seqs};
+    return &x->b[turn];
+}
+
+static void must_run(struct td_bench_rig *r, enum td_status st)
+{
+    struct td_err err = {{0}};
+    if (st != TD_OK) td_err_set(&err, st, "a step failed: %s", td_device_last_error(r->device));
+    td_bench_must(st, &err);
+}
+
+void td_bench_rig_decode(struct td_bench_rig *r, uint32_t n_seqs, uint32_t n_ctx, uint32_t n_steps, double *wall_out,
+                         double *gap_out)
+{
+    static struct steps x; /* one caller */
+    struct td_forward *f = &r->forward;
+    TD_CHECK(td_bench_rig_fits(r, n_seqs, n_ctx) && n_seqs <= MAX_SEQS);
+    x = (struct steps){.r = r, .n_seqs = n_seqs, .n_ctx = n_ctx};
+    struct td_batch *b = next_step(&x);
+    must_run(r, td_forward_check(f, b));
+    if (!td_forward_may_begin(f, b)) { /* a device that works while the host waits */
+        for (uint32_t i = 0; i < WARM_UP + n_steps; i++) {
+            double begun = td_bench_now();
+            must_run(r, td_forward_run(f, next_step(&x), NULL, NULL));
+            if (i >= WARM_UP) wall_out[i - WARM_UP] = td_bench_now() - begun, gap_out[i - WARM_UP] = 0;
+        }
+        return;
+    }
+    f->takes_times = true;
+    must_run(r, td_forward_begin(f, b));
+    double last = 0;
+    for (uint32_t i = 0; i < WARM_UP + n_steps; i++) {
+        double busy_us = 0, gap_us = 0;
+        must_run(r, td_forward_begin(f, next_step(&x)));
+        must_run(r, td_forward_end(f));
+        double now = td_bench_now();
+        must_run(r, td_forward_times(f, &busy_us, &gap_us));
+        if (i >= WARM_UP) wall_out[i - WARM_UP] = now - last, gap_out[i - WARM_UP] = gap_us / 1e6;
+        last = now;
+    }
+    must_run(r, td_forward_end(f));
 }
 
 double td_bench_rig_prefill(struct td_bench_rig *r, uint32_t start, uint32_t n, bool is_last)

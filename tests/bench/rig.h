@@ -44,12 +44,14 @@ void td_bench_rig_trace(struct td_bench_rig *r, bool each_op);
 
 /* Do that many sequences of that length fit? */
 bool td_bench_rig_fits(const struct td_bench_rig *r, uint32_t n_seqs, uint32_t n_ctx);
-/* A step of n_seqs sequences whose new token is the n_ctx-th, drawn on the device; wall seconds. */
-double td_bench_rig_decode(struct td_bench_rig *r, uint32_t n_seqs, uint32_t n_ctx);
+/* n_steps, each of n_seqs sequences whose new token is the n_ctx-th, drawn on the device, after some that do not count.
+ * The next is begun while one runs, as the engine's thread does it. A step's wall seconds, and those in which the
+ * device had nothing to do before it (0 where that is unknown). */
+void td_bench_rig_decode(struct td_bench_rig *r, uint32_t n_seqs, uint32_t n_ctx, uint32_t n_steps, double *wall_out,
+                         double *gap_out);
 /* Tokens [start, start + n) of a prompt in one pass. */
 double td_bench_rig_prefill(struct td_bench_rig *r, uint32_t start, uint32_t n, bool is_last);
-/* Of the last pass: from the first op's begin to the last one's end, and what each op took (added to us). */
-double td_bench_rig_device_s(struct td_bench_rig *r);
+/* Of the last pass, all others ended: what each op took (added to us). */
 void td_bench_rig_add_ops(struct td_bench_rig *r, double us[TD_BENCH_N_OPS], uint32_t calls[TD_BENCH_N_OPS]);
 /* Rows that each expert got in the layers of a pass of n rows: the fullest over the mean, the middle layer's and the
  * worst one's. */
