@@ -44,7 +44,7 @@ static enum td_status check_room(const struct td_model *m, uint32_t tp, uint32_t
     }
     if (needed <= n_free) return TD_OK;
     return td_err_set(err, TD_E_NO_MEMORY,
-                      "weights of %.1f GB do not fit: of the GPU's %.1f GB, %.1f GB are free. --moe-weights holds "
+                      "weights of %.2f GB do not fit: of the GPU's %.2f GB, %.2f GB are free. --moe-weights holds "
                       "experts as %s; mxfp4 takes least, --gpu chooses another GPU",
                       (double)needed / 1e9, (double)total / 1e9, (double)n_free / 1e9,
                       forms[td_device_expert_form(m->device)]);

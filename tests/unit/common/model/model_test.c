@@ -20,6 +20,7 @@
 #include "common/model/dummy_int.h"
 #include "common/model/safetensors.h"
 #include "common/model/weights.h"
+#include "kernels/device_cpu.h"
 #include "tests/support/tiny_model.h"
 
 static char dir[64];
@@ -345,6 +346,30 @@ static void made_up_bytes_do_not_depend_on_where_a_part_begins(void **state)
     }
 }
 
+static enum td_status little_memory(struct td_device *d, uint64_t *free_out, uint64_t *total_out)
+{
+    (void)d;
+    *free_out = 30000000;
+    *total_out = 100000000;
+    return TD_OK;
+}
+
+static void weights_that_do_not_fit_are_refused_with_figures(void **state)
+{
+    (void)state;
+    struct td_backend small = td_backend_cpu;
+    small.memory = little_memory;
+    struct td_device d = {.backend = &small, .experts = TD_EXPERTS_FP8};
+    struct td_model *m = NULL;
+    struct td_err err = {0};
+    struct td_model_options o = {.tp = 1, .device = &d};
+    assert_int_equal(td_model_load(TINY_DIR, &o, &m, &err), TD_E_NO_MEMORY);
+    assert_null(m);
+    static const char *const said[] = {"weights of 0.04 GB", "0.10 GB, 0.03 GB are free", "--moe-weights", "fp8", "--gpu"};
+    for (size_t i = 0; i < TD_COUNT(said); i++)
+        if (strstr(err.text, said[i]) == NULL) fail_msg("\"%s\" does not say \"%s\"", err.text, said[i]);
+}
+
 static void loading_survives_any_failed_allocation(void **state)
 {
     (void)state;
@@ -405,6 +430,7 @@ int main(void)
         cmocka_unit_test(dummy_weights_repeat_by_seed_and_share_the_work),
         cmocka_unit_test(weights_take_what_was_said_before),
         cmocka_unit_test(made_up_bytes_do_not_depend_on_where_a_part_begins),
+        cmocka_unit_test(weights_that_do_not_fit_are_refused_with_figures),
         cmocka_unit_test(loading_survives_any_failed_allocation),
     };
     return cmocka_run_group_tests(tests, make_dir, remove_dir);
