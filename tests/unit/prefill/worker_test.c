@@ -87,7 +87,7 @@ static void make_worker(struct bench *t, uint32_t chunk, uint32_t max_batch)
     assert_int_equal(td_prefill_worker_create(&o, t->kv, t->send, &ports, &t->w), TD_OK);
 }
 
-static int make(void **state)
+static int make_as(void **state, bool is_staged)
 {
     struct bench *t = calloc(1, sizeof *t);
     t->pair = pair_create(1);
@@ -107,6 +107,7 @@ static int make(void **state)
     assert_int_equal(td_kv_pages_create(n_pages, &t->kv), TD_OK);
     struct td_prefill_send_options so = {
         .env = &t->pair->env, .xfer = &fake_xfer, .incarnation = t->pair->p_inc, .self = t, .ended = on_ended};
+    so.is_staged = is_staged;
     td_peer_layout_of(&t->model, "f1n6e4", "bf16", kv, &so.layout);
     memcpy(so.source.kv, kv, sizeof kv);
     so.source.n_ranks = 1;
@@ -122,6 +123,9 @@ static int make(void **state)
     *state = t;
     return 0;
 }
+static int make(void **state) { return make_as(state, false); }
+static int make_staged(void **state) { return make_as(state, true); }
+
 static void assert_source_free(const struct bench *t, bool all)
 {
     bool are = td_kv_pages_n_free(t->kv, TD_KV_SLIDING) == N_SRC_SLIDING &&
@@ -301,6 +305,18 @@ static void a_prompt_becomes_a_first_token_and_kv_elsewhere(void **state)
     assert_int_equal(c->done.kv_bytes, td_handoff_bytes(t->pair->layout, WINDOW, 21, 0));
     assert_int_equal(c->done.handoff_us, 2000);
     assert_string_equal(c->transport, "fake");
+}
+
+static void a_way_through_host_memory_says_so(void **state)
+{
+    struct bench *t = *state;
+    assert_string_equal(td_prefill_send_transport(t->send, D_INC), "?");
+    struct want *q = reserve(t->pair, 5, 0);
+    struct call *c = start(t, q, NULL);
+    compute(t, 123);
+    settle(t->pair);
+    assert_int_equal(c->n_done, 1);
+    assert_string_equal(c->transport, "fake staged");
 }
 
 static void every_length_arrives_whole(void **state)
@@ -926,6 +942,7 @@ int main(void)
 #define T(name) cmocka_unit_test_setup_teardown(name, make, unmake)
     const struct CMUnitTest tests[] = {
         T(a_prompt_becomes_a_first_token_and_kv_elsewhere),
+        cmocka_unit_test_setup_teardown(a_way_through_host_memory_says_so, make_staged, unmake),
         T(every_length_arrives_whole),
         T(layers_leave_while_the_next_are_computed),
         T(the_next_prompt_is_computed_while_the_last_is_sent),
