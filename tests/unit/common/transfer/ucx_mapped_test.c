@@ -217,6 +217,31 @@ static void a_device_that_fails_ends_the_put(void **state)
     assert_int_equal(pair_flush(&s->p, s->c.peer, 20000), TD_OK);
 }
 
+static void many_puts_end_each_on_its_own(void **state)
+{
+    struct state *s = *state;
+    enum { N = 40 };
+    static struct call put[N];
+    struct call flush;
+    hold(true);
+    for (unsigned i = 0; i < N; i++) {
+        struct td_xfer_seg seg = {s->p.mem[POOL_SHARED] + i * 4096u, (N - i) * 4096u, 4096};
+        call_init(&put[i], &s->p);
+        assert_int_equal(s->p.ops->put(s->c.peer, POOL_SHARED, &seg, 1, &put[i].req), TD_OK);
+    }
+    call_init(&flush, &s->p);
+    assert_int_equal(s->p.ops->flush(s->c.peer, &flush.req), TD_OK);
+    assert_int_equal(call_wait(&s->p, &put[0], 100), TD_E_DEADLINE);
+    hold(false);
+    assert_int_equal(call_wait(&s->p, &flush, 20000), TD_OK);
+    for (unsigned i = 0; i < N; i++) {
+        assert_int_equal(put[i].n_done, 1);
+        assert_int_equal(put[i].st, TD_OK);
+        assert_true(child_sum(&s->c, POOL_SHARED, (N - i) * 4096u, 4096) ==
+                    pair_sum(s->p.mem[POOL_SHARED] + i * 4096u, 4096));
+    }
+}
+
 /* The source stays in use until the device is through, whatever became of the peer. */
 static void a_closed_peer_waits_for_the_device(void **state)
 {
@@ -309,6 +334,7 @@ int main(int argc, char **argv)
         WITH(a_closed_peer_waits_for_the_device),
         WITH(a_dead_peer_is_lost_when_the_device_is_through),
         WITH(destroying_waits_for_the_device),
+        WITH(many_puts_end_each_on_its_own),
     };
     return cmocka_run_group_tests_name("ucx_mapped", tests, NULL, NULL);
 }
