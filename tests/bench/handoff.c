@@ -34,6 +34,7 @@ extern char **environ;
 static struct sender {
     struct td_bench_end_options o;
     uint32_t receiver_gpu;
+    uint64_t extra_bytes; /* of the receiver's pool: what a mapping that outlives it would not give back */
     struct td_bench_end end;
     struct td_tx *tx;
     pid_t pid;
@@ -76,17 +77,23 @@ static struct td_bench_note ask(struct td_bench_note n, const void *text, struct
     return a;
 }
 
+/* Twice what a prompt needs, since every second one stays taken; for kills as many more as were asked for. */
+static uint32_t receiver_pages(void)
+{
+    const struct td_kv_group_layout *l = &sn.end.kv[TD_KV_FULL];
+    return 2 * sn.o.n_pages + 2 + (uint32_t)(sn.extra_bytes / (l->n_layers * td_kv_page_bytes(l)));
+}
+
 static void start_receiver(void)
 {
     int fds[2];
-    char gpu[16], mapping[4], pages[16], extra[32];
+    char gpu[16], mapping[4], pages[16];
     TD_CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0);
     snprintf(gpu, sizeof gpu, "%u", sn.receiver_gpu);
     snprintf(mapping, sizeof mapping, "%d", sn.o.is_mapping_off ? 1 : 0);
-    snprintf(pages, sizeof pages, "%u", 2 * sn.o.n_pages + 2);
-    snprintf(extra, sizeof extra, "%llu", (unsigned long long)sn.o.extra_bytes);
-    char *argv[] = {"handoff", "--receiver", sn.o.device, gpu, mapping, pages, extra, NULL};
-    char *const whole[] = {"tandem-bench", argv[0], argv[1], argv[2], argv[3], argv[4], argv[5], argv[6], NULL};
+    snprintf(pages, sizeof pages, "%u", receiver_pages());
+    char *argv[] = {"handoff", "--receiver", sn.o.device, gpu, mapping, pages, NULL};
+    char *const whole[] = {"tandem-bench", argv[0], argv[1], argv[2], argv[3], argv[4], argv[5], NULL};
     posix_spawn_file_actions_t actions;
     posix_spawn_file_actions_init(&actions);
     int theirs = fds[1] == RECEIVER_FD ? dup(fds[1]) : fds[1];
@@ -113,7 +120,7 @@ static void connect_receiver(void)
     if (sn.is_raw) return;
     struct td_tx_remote_layout remote = {.n_ranks = 1};
     memcpy(remote.kv, sn.end.kv, sizeof remote.kv);
-    remote.kv[TD_KV_FULL].n_pages = 2 * sn.o.n_pages + 2;
+    remote.kv[TD_KV_FULL].n_pages = receiver_pages();
     TD_CHECK(td_tx_add_peer(sn.tx, sn.receiver, sn.peer, &remote) == TD_OK);
     struct td_buf ours = {0};
     td_bench_end_describe(&sn.end, &ours);
@@ -313,9 +320,9 @@ static int kill_receivers(uint32_t n)
         start_receiver();
         connect_receiver();
         if (i == 0)
-            printf("handoff: %s %u -> %s %u over %s, receivers with %.1f GB killed under puts of %u pages\n",
+            printf("handoff: %s %u -> %s %u over %s, receivers with %.1f GB more killed under puts of %u pages\n",
                    sn.o.device, sn.o.gpu, sn.o.device, sn.receiver_gpu, td_xfer_ucx.peer_transport(sn.peer),
-                   (double)sn.o.extra_bytes / 1e9, PUT_PAGES);
+                   (double)sn.extra_bytes / 1e9, PUT_PAGES);
         n_puts_before = n_raw;
         for (unsigned k = 0; k < N_PUTS; k++) {
             raw[k].req.done = raw_done;
@@ -367,7 +374,7 @@ int td_bench_handoff(int argc, char **argv)
         case 'n': times = td_bench_number("times", optarg, 1); break;
         case 'u': sn.o.is_mapping_off = true; break;
         case 'k': n_kills = td_bench_number("kills", optarg, 1); break;
-        case 'x': sn.o.extra_bytes = (uint64_t)td_bench_number("extra-gib", optarg, 0) << 30; break;
+        case 'x': sn.extra_bytes = (uint64_t)td_bench_number("extra-gib", optarg, 0) << 30; break;
         default: return 2;
         }
     if (optind < argc || n_tokens > 131072) {
@@ -377,10 +384,8 @@ int td_bench_handoff(int argc, char **argv)
     }
     td_log_open("sender", TD_LOG_WARN);
     sn.o.n_pages = (n_tokens + 63) / 64;
-    struct td_bench_end_options ours = sn.o;
-    ours.extra_bytes = 0;
     struct td_xfer_handlers h = {on_message, on_lost};
-    td_bench_end_open(&sn.end, &ours, &h, NULL);
+    td_bench_end_open(&sn.end, &sn.o, &h, NULL);
     int rc = 0;
     if (n_kills != 0)
         rc = kill_receivers(n_kills);

@@ -62,14 +62,12 @@ void td_bench_end_open(struct td_bench_end *e, const struct td_bench_end_options
         make_pool(e, td_kv_pool_bytes(&e->kv[g]), &base, &e->pools[g]);
         e->base[g] = base;
     }
-    if (o->extra_bytes != 0) make_pool(e, o->extra_bytes, &e->extra, &e->extra_pool);
 }
 
 void td_bench_end_close(struct td_bench_end *e)
 {
     td_xfer_ucx.destroy(e->x);
     for (int g = 0; e->device != NULL && g < TD_KV_N_GROUPS; g++) td_device_free(e->device, e->base[g]);
-    if (e->device != NULL) td_device_free(e->device, e->extra);
     td_device_close(e->device);
     td_loop_destroy(e->loop);
 }
@@ -269,11 +267,9 @@ static void *listen_main(void *arg)
 
 void td_bench_receiver_main(int argc, char **argv)
 {
-    if (argc != 7 || strcmp(argv[1], "--receiver") != 0) return;
-    struct td_bench_end_options o = {.gpu = (uint32_t)atoi(argv[3]),
-                                     .is_mapping_off = atoi(argv[4]) != 0,
-                                     .n_pages = (uint32_t)atoi(argv[5]),
-                                     .extra_bytes = strtoull(argv[6], NULL, 10)};
+    if (argc != 6 || strcmp(argv[1], "--receiver") != 0) return;
+    struct td_bench_end_options o = {
+        .gpu = (uint32_t)atoi(argv[3]), .is_mapping_off = atoi(argv[4]) != 0, .n_pages = (uint32_t)atoi(argv[5])};
     snprintf(o.device, sizeof o.device, "%s", argv[2]);
     td_log_open("receiver", TD_LOG_WARN);
     struct td_xfer_handlers h = {.on_message = on_message};

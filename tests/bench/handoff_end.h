@@ -16,8 +16,7 @@ struct td_bench_end_options {
     char device[8]; /* "cuda" or "cpu" */
     uint32_t gpu;
     bool is_mapping_off;
-    uint32_t n_pages;     /* of full layers' pool */
-    uint64_t extra_bytes; /* of the device, registered on top: what a leak would not give back */
+    uint32_t n_pages; /* of full layers' pool */
 };
 
 struct td_bench_end {
@@ -27,8 +26,6 @@ struct td_bench_end {
     struct td_xfer_pool *pools[TD_KV_N_GROUPS];
     struct td_kv_group_layout kv[TD_KV_N_GROUPS];
     uint8_t *base[TD_KV_N_GROUPS];
-    void *extra;
-    struct td_xfer_pool *extra_pool;
     uint64_t incarnation;
 };
 
