@@ -10,7 +10,8 @@ enum td_status td_bench_shape_config(const char *name, uint32_t n_layers, struct
 
 /* Makes dir, unless it is there, with that config.json. tokenizer: NULL, or a model directory whose tokenizer and stop
  * tokens the new one gets: routers need them, and ids beyond that tokenizer's are never drawn. */
-enum td_status td_bench_shape_write(const char *name, uint32_t n_layers, const char *dir, const char *tokenizer, struct td_err *err);
+enum td_status td_bench_shape_write(const char *name, uint32_t n_layers, const char *dir, const char *tokenizer,
+                                    struct td_err *err);
 void td_bench_shape_remove(const char *dir); /* what td_bench_shape_write made without a tokenizer */
 
 #endif
