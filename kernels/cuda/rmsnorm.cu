@@ -7,19 +7,16 @@ static __global__ void __launch_bounds__(NORM_THREADS)
 {
     let_next();
     before();
-    const float2 *row = (const float2 *)(x + (size_t)blockIdx.x * dim);
-    float2 v[NORM_PAIRS];
+    const float *row = x + (size_t)blockIdx.x * dim;
+    float4 v[NORM_QUADS];
 #pragma unroll
-    for (int p = 0; p < NORM_PAIRS; p++) {
-        uint32_t i = p * NORM_THREADS + threadIdx.x;
-        v[p] = 2 * i < dim ? row[i] : make_float2(0, 0);
-    }
+    for (int q = 0; q < NORM_QUADS; q++) v[q] = quad_or_0(row, q * NORM_THREADS + threadIdx.x, dim);
     norm_row(v, w, y + (size_t)blockIdx.x * dim, dim, eps);
 }
 
 enum td_status td_cuda_rmsnorm(struct td_stream *s, const struct td_rmsnorm_args *a)
 {
-    if (a->dim % 2 != 0 || a->dim > NORM_MAX_DIM) return TD_E_UNSUPPORTED;
+    if (a->dim % 4 != 0 || a->dim > NORM_MAX_DIM) return TD_E_UNSUPPORTED;
     if (a->n_rows == 0) return TD_OK;
     return td_cuda_status(launch(rmsnorm, a->n_rows, NORM_THREADS, 0, td_cuda_stream_of(s)->s, a->x, a->w,
                                  (td_bf16 *)a->y, a->dim, a->eps),
