@@ -76,8 +76,13 @@ enum td_row_order {
     TD_ROWS_PLAIN,
     TD_ROWS_GATE_UP, /* an expert's first matrix: rows 2i and 2i + 1 are gate and up of unit i; the backend may reorder
                       * them and hold them in fewer bits (struct td_device_options, experts) */
-    TD_ROWS_DOWN     /* an expert's second: plain order, perhaps in fewer bits */
+    TD_ROWS_DOWN,    /* an expert's second: plain order, perhaps in fewer bits */
+    TD_ROWS_DENSE    /* of QKV, O and the LM head: plain order, perhaps in fewer bits (is_dense_fp8 there) */
 };
+static inline bool td_is_expert_order(enum td_row_order order)
+{
+    return order == TD_ROWS_GATE_UP || order == TD_ROWS_DOWN;
+}
 
 /* Host sources; reads a window of the stored matrix: rows row_begin.. and columns col_begin.., out and bias_out sized
  * by td_device_packed_bytes. INVALID if an MXFP4 element is not finite in bf16 or a scale is 255. */
@@ -258,7 +263,8 @@ struct td_sample_top {
     float logit;
     uint32_t id;
 };
-#define TD_SAMPLE_PARTS 256u /* runs of ids a row is cut into */
+#define TD_SAMPLE_PARTS   256u   /* runs of ids a row is cut into */
+#define TD_SAMPLE_SCRATCH 22528u /* bytes a row */
 #define TD_SAMPLE_TOPS  20u
 
 /* As common/engine/sample.h defines it, up to rounding of the sums. */
@@ -270,7 +276,7 @@ struct td_sample_args {
     const uint32_t *masks;              /* [.., ceil(vocab / 32)]: bit set = allowed */
     struct td_sampled *out;             /* as rows */
     struct td_sample_top *top;          /* as rows, [TD_SAMPLE_TOPS] each, falling; n_top are written */
-    void *parts;                        /* [n_rows, TD_SAMPLE_PARTS] of 16 bytes: scratch */
+    void *parts;                        /* as rows, [TD_SAMPLE_SCRATCH] bytes each: scratch */
     /* Plain draws of rows 0 .. n_rows - 1, of which those that are filtered are left out, unless n_filtered is n_rows;
      * then draws of the rows in filtered. */
     uint32_t n_rows, n_filtered, vocab, n_ids;

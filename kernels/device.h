@@ -23,6 +23,7 @@ struct td_device_options {
     uint32_t index;      /* of several devices of one kind */
     enum td_expert_form experts;
     bool has_bf16_activations; /* of experts in FP8 or MXFP4, instead of E4M3: more exact, slower */
+    bool is_dense_fp8; /* matrices packed as TD_ROWS_DENSE in E4M3, a scale a row */
     const char
         *cpu_path; /* NULL: the best this processor has; "scalar", "avx2", "avx512" (tests: all give the same bits) */
     bool is_batch_invariant; /* rows do not depend on their company, bit for bit (args.h); the CPU's never do */

@@ -23,6 +23,8 @@ static enum td_status cpu_open(const struct td_device_options *o, struct td_devi
         return td_err_set(err, TD_E_UNSUPPORTED, "this processor cannot run the CPU path \"%s\"", o->cpu_path);
     if (o->experts != TD_EXPERTS_BF16)
         return td_err_set(err, TD_E_UNSUPPORTED, "the CPU computes experts in bf16 only, not in FP8 or MXFP4");
+    if (o->is_dense_fp8)
+        return td_err_set(err, TD_E_UNSUPPORTED, "the CPU holds dense weights in bf16 only, not in FP8");
     struct cpu_device *d = td_calloc(1, sizeof *d);
     if (d == NULL) return td_err_set(err, TD_E_NO_MEMORY, "no memory for the CPU device");
     d->base.backend = &td_backend_cpu;

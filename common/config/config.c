@@ -203,6 +203,7 @@ static enum td_status check_words(const struct td_config *c, struct td_err *err)
         {"log-level", c->log_level, "debug info warn error", TD_ALL},
         {"device", c->device, "cpu cuda", TD_WORKERS},
         {"load-format", c->load_format, "safetensors dummy", TD_WORKERS},
+        {"dense-weights", c->dense_weights, "bf16 fp8", TD_WORKERS},
         {"moe-weights", c->moe_weights, "bf16 fp8 mxfp4", TD_WORKERS},
         {"moe-activations", c->moe_activations, "bf16 fp8", TD_WORKERS},
         {"kv-dtype", c->kv_dtype, "bf16 f32 e4m3", TD_WORKERS},

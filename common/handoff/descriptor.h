@@ -24,7 +24,7 @@ struct td_peer_layout {
     uint32_t window_tokens;
     uint32_t version;     /* TD_KV_LAYOUT_VERSION */
     char fingerprint[65]; /* td_model_fingerprint */
-    char weight_form[16]; /* "bf16", "fp8", "mxfp4" */
+    char weight_form[16]; /* of the experts: "bf16", "fp8", "mxfp4"; "+dense8" behind it: other matrices in FP8 */
 };
 struct td_peer_rank {
     const void *address; /* of its transfer worker; borrowed */

@@ -57,7 +57,8 @@ struct cols { /* and of those, some columns */
 
 /* One of the parts, in pieces of rows that fit a lane; *to and *bias_to move on. */
 static enum td_status load_part(struct td_loader *l, const char *name, const struct td_tensor *t, const struct part *p,
-                                struct cols cols, const float *bias, char **to, char **bias_to)
+                                struct cols cols, enum td_row_order order, const float *bias, char **to,
+                                char **bias_to)
 {
     enum td_status st = TD_OK;
     const size_t row_bytes = (size_t)cols.n_stored * sizeof(uint16_t);
@@ -71,8 +72,9 @@ static enum td_status load_part(struct td_loader *l, const char *name, const str
         TD_TRY(td_loader_turn(l, name, &stream));
         TD_TRY(td_loader_bytes(l, t, (p->first + at) * row_bytes, n * row_bytes, &data));
         if (bias != NULL) TD_TRY(td_loader_put(l, name, bias + p->first + at, n * sizeof *bias, &part_bias));
-        bytes = td_device_packed_bytes(l->w->device, n, cols.n_in, TD_ROWS_PLAIN, &bias_bytes);
+        bytes = td_device_packed_bytes(l->w->device, n, cols.n_in, order, &bias_bytes);
         struct td_pack_weight_args a = {.source = TD_SRC_BF16_ROWS,
+                                        .order = order,
                                         .data = data,
                                         .ld = cols.n_stored,
                                         .col_begin = cols.first,
@@ -92,13 +94,14 @@ out:
 
 /* Matrices stacked by output row; each part's rows are a multiple of a panel unless it is the last. */
 static enum td_status load_dense(struct td_loader *l, const char *prefix, const struct part *parts, uint32_t n_parts,
-                                 struct cols cols, bool has_bias, bool is_sharded, struct td_weight *out)
+                                 struct cols cols, enum td_row_order order, bool has_bias, bool is_sharded,
+                                 struct td_weight *out)
 {
     enum td_status st;
     void *data, *bias = NULL;
     uint32_t n_out = 0;
     for (uint32_t i = 0; i < n_parts; i++) n_out += parts[i].n_out;
-    size_t bias_bytes, bytes = td_device_packed_bytes(l->w->device, n_out, cols.n_in, TD_ROWS_PLAIN, &bias_bytes);
+    size_t bias_bytes, bytes = td_device_packed_bytes(l->w->device, n_out, cols.n_in, order, &bias_bytes);
     TD_TRY(td_loader_alloc(l, bytes, prefix, is_sharded, &data));
     if (has_bias) TD_TRY(td_loader_alloc(l, bias_bytes, prefix, is_sharded, &bias));
     char *to = data, *bias_to = bias;
@@ -114,7 +117,7 @@ static enum td_status load_dense(struct td_loader *l, const char *prefix, const 
         struct td_want want = {.type = TD_T_BF16, .n_dims = 2, .shape = {parts[i].n_stored, cols.n_stored}};
         snprintf(name, sizeof name, "%s%s.weight", prefix, parts[i].name);
         TD_TRY(td_loader_find(l, name, &want, &t));
-        TD_TRY(load_part(l, name, &t, &parts[i], cols, host_bias, &to, &bias_to));
+        TD_TRY(load_part(l, name, &t, &parts[i], cols, order, host_bias, &to, &bias_to));
     }
     *out = (struct td_weight){.data = data, .bias = bias, .n_out = n_out, .n_in = cols.n_in};
     st = TD_OK;
@@ -229,11 +232,11 @@ static enum td_status load_layer(struct td_loader *l, uint32_t i, struct td_laye
         {"q_proj", q, first_q, n_q}, {"k_proj", kv, first_kv, n_kv}, {"v_proj", kv, first_kv, n_kv}};
     const struct part o[] = {{"o_proj", c->hidden, 0, c->hidden}};
     const struct cols all = {c->hidden, 0, c->hidden}, heads = {q, first_q, n_q};
-    TD_TRY(load_dense(l, name, qkv, 3, all, true, true, &w->qkv));
-    TD_TRY(load_dense(l, name, o, 1, heads, false, true, &w->o));
+    TD_TRY(load_dense(l, name, qkv, 3, all, TD_ROWS_DENSE, true, true, &w->qkv));
+    TD_TRY(load_dense(l, name, o, 1, heads, TD_ROWS_DENSE, false, true, &w->o));
     snprintf(name, sizeof name, "%smlp.", layer);
     const struct part router[] = {{"router", c->n_experts, 0, c->n_experts}};
-    TD_TRY(load_dense(l, name, router, 1, all, true, false, &w->router));
+    TD_TRY(load_dense(l, name, router, 1, all, TD_ROWS_PLAIN, true, false, &w->router));
 
     snprintf(name, sizeof name, "%smlp.experts.", layer);
     const struct part gate_up = {"gate_up_proj", 2 * c->intermediate, 2 * s->first_unit, 2 * s->n_units};
@@ -300,9 +303,9 @@ uint64_t td_weights_bytes(const struct td_model_config *c, const struct td_shard
         uint32_t n_out, n_in, n;
         enum td_row_order order;
         bool has_bias;
-    } layer[] = {{q, h, 1, TD_ROWS_PLAIN, true},
-                 {kv, h, 2, TD_ROWS_PLAIN, true},
-                 {h, q, 1, TD_ROWS_PLAIN, false},
+    } layer[] = {{q, h, 1, TD_ROWS_DENSE, true},
+                 {kv, h, 2, TD_ROWS_DENSE, true},
+                 {h, q, 1, TD_ROWS_DENSE, false},
                  {c->n_experts, h, 1, TD_ROWS_PLAIN, true},
                  {2 * s->n_units, h, s->n_experts, TD_ROWS_GATE_UP, true},
                  {h, s->n_units, s->n_experts, TD_ROWS_DOWN, false}};
@@ -315,7 +318,7 @@ uint64_t td_weights_bytes(const struct td_model_config *c, const struct td_shard
     sum += (3ull * h + s->n_heads + (uint64_t)c->n_experts * h) * sizeof(float); /* norms, o's bias, sinks, down's */
     sum *= c->n_layers;
     sum += (uint64_t)c->vocab * h * 2 + (h + c->head_dim / 2) * sizeof(float);
-    return sum + td_device_packed_bytes(d, s->n_vocab, h, TD_ROWS_PLAIN, &bias);
+    return sum + td_device_packed_bytes(d, s->n_vocab, h, TD_ROWS_DENSE, &bias);
 }
 
 /* The configuration's word on the experts' form against what is there: say which of the two is off, not "missing
@@ -377,7 +380,7 @@ enum td_status td_weights_load(const struct td_model_config *c, const struct td_
     for (uint32_t i = 0; i < c->n_layers; i++) TD_TRY(load_layer(&l, i, &w.layers[i]));
     TD_TRY(load_floats(&l, "model.norm.weight", 0, c->hidden, &w.final_norm));
     const struct part head[] = {{"lm_head", c->vocab, shard->first_vocab, shard->n_vocab}};
-    TD_TRY(load_dense(&l, "", head, 1, (struct cols){c->hidden, 0, c->hidden}, false, true, &w.lm_head));
+    TD_TRY(load_dense(&l, "", head, 1, (struct cols){c->hidden, 0, c->hidden}, TD_ROWS_DENSE, false, true, &w.lm_head));
     TD_TRY(load_rope(&l));
     TD_TRY(td_loader_finish(&l, "lm_head.weight"));
     TD_INFO("weights_loaded", "rank=%u read_gb=%.2f seconds=%.2f gb_per_s=%.2f device_gb=%.2f", shard->rank,

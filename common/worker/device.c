@@ -22,6 +22,9 @@ enum td_status td_worker_check_device(const struct td_config *c, struct td_err *
     if (strcmp(c->moe_activations, "bf16") == 0 && strcmp(c->moe_weights, "bf16") == 0)
         return td_err_set(err, TD_E_BAD_CONFIG,
                           "--moe-activations: \"bf16\" is for --moe-weights fp8 or mxfp4; those in bf16 have no other");
+    if (strcmp(c->device, "cpu") == 0 && strcmp(c->dense_weights, "bf16") != 0)
+        return td_err_set(err, TD_E_BAD_CONFIG, "--dense-weights: \"%s\" needs --device cuda; on the CPU they are bf16",
+                          c->dense_weights);
     if (strcmp(c->device, "cpu") == 0)
         return strcmp(c->moe_weights, "bf16") == 0
                    ? TD_OK
@@ -43,6 +46,7 @@ enum td_status td_worker_open_device(struct td_worker *w, struct td_err *err)
     struct td_device_options o = {
         .backend = w->cfg.device, .index = w->cfg.gpu, .is_batch_invariant = w->cfg.batch_invariant};
     o.has_bf16_activations = strcmp(w->cfg.moe_activations, "bf16") == 0;
+    o.is_dense_fp8 = strcmp(w->cfg.dense_weights, "fp8") == 0;
     if (strcmp(w->cfg.moe_weights, "fp8") == 0) o.experts = TD_EXPERTS_FP8;
     if (strcmp(w->cfg.moe_weights, "mxfp4") == 0) o.experts = TD_EXPERTS_MXFP4;
     enum td_status st = td_device_open(&o, &w->device, err);

@@ -117,11 +117,13 @@ enum td_status td_worker_lay_out_kv(struct td_worker *w, uint32_t n_sliding, str
     /* Experts in FP8 and in MXFP4 on a GPU give the same products, and with FP8 activations other ones than exact
      * arithmetic. */
     bool is_exact = strcmp(w->cfg.moe_weights, "bf16") == 0 || strcmp(w->cfg.moe_activations, "bf16") == 0;
-    td_peer_layout_of(c, td_model_fingerprint(w->model),
-                      !is_exact     ? "fp8"
-                      : c->is_mxfp4 ? "mxfp4"
-                                    : "bf16",
-                      w->kv_layout, &w->descriptor.layout);
+    char form[16];
+    snprintf(form, sizeof form, "%s%s",
+             !is_exact     ? "fp8"
+             : c->is_mxfp4 ? "mxfp4"
+                           : "bf16",
+             strcmp(w->cfg.dense_weights, "fp8") == 0 ? "+dense8" : "");
+    td_peer_layout_of(c, td_model_fingerprint(w->model), form, w->kv_layout, &w->descriptor.layout);
     uint32_t n_pages[TD_KV_N_GROUPS];
     for (int g = 0; g < TD_KV_N_GROUPS; g++) n_pages[g] = w->kv_layout[g].n_pages;
     st = td_kv_pages_create(n_pages, &w->kv);

@@ -26,7 +26,7 @@ struct td_cuda_device {
     struct td_device base;
     int index, n_sms;
     enum td_expert_form experts;
-    bool is_batch_invariant, has_bf16_activations;
+    bool is_batch_invariant, has_bf16_activations, is_dense_fp8;
     cudaStream_t copies;             /* of td_device_upload and download */
     unsigned long long *n_saturated; /* in host memory that kernels reach */
 };
@@ -46,6 +46,7 @@ struct td_cuda_stream {
     int n_sms;
     /* One kernel for any number of rows: the wide products, and attention that walks absolute blocks of keys. */
     bool is_batch_invariant;
+    bool is_dense_fp8;
     unsigned long long *n_saturated; /* the device's */
     struct td_cuda_found *found; /* on the device; NULL until something is packed */
     uint8_t *staging;            /* of what is packed, as stored; on the device */
@@ -71,6 +72,9 @@ enum td_status td_cuda_map_rows(CUtensorMap *out, const void *base, uint64_t row
                                 uint32_t box_rows);
 /* Rows of 64 bytes that lie next to each other, in boxes of box_rows, swizzled by 64 bytes. base on 16 bytes. */
 enum td_status td_cuda_map_bytes(CUtensorMap *out, const void *base, uint64_t rows, uint32_t box_rows);
+/* FP8 codes [rows][cols], rows ld bytes apart, in boxes of box_rows x 64, swizzled by 64 bytes. base and ld on 16 bytes. */
+enum td_status td_cuda_map_codes(CUtensorMap *out, const void *base, uint64_t rows, uint32_t cols, uint64_t ld,
+                                 uint32_t box_rows);
 /* Query rows [tokens][heads][64] in boxes of box_tokens x box_heads heads. */
 enum td_status td_cuda_map_heads(CUtensorMap *out, const void *base, uint32_t tokens, uint32_t heads,
                                  uint32_t box_heads, uint32_t box_tokens);
@@ -89,6 +93,8 @@ void td_cuda_explain(const struct td_device *d, const struct td_explain_shape *s
                      void (*line)(void *user, const char *text), void *user);
 
 enum td_status td_cuda_sample(struct td_stream *s, const struct td_sample_args *a);
+enum td_status td_cuda_sample_short(cudaStream_t s, const struct td_sample_args *a);
+enum td_status td_cuda_sample_flat(cudaStream_t s, const struct td_sample_args *a);
 enum td_status td_cuda_sample_filtered(cudaStream_t s, const struct td_sample_args *a);
 
 /* Scratch of moe. */

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "kernels/cuda/cuda_int.h"
+#include "kernels/dense_format.h"
 #include "kernels/expert_format.h"
 
 static const struct td_backend backend;
@@ -53,6 +54,7 @@ static enum td_status cuda_open(const struct td_device_options *o, struct td_dev
     d->base.experts = d->experts = o->experts;
     d->is_batch_invariant = o->is_batch_invariant;
     d->has_bf16_activations = o->has_bf16_activations;
+    d->is_dense_fp8 = o->is_dense_fp8;
     if (cudaHostAlloc((void **)&d->n_saturated, sizeof *d->n_saturated, cudaHostAllocMapped) != cudaSuccess) {
         cuda_close(&d->base);
         return td_cuda_err(err, TD_E_NO_MEMORY, "device \"cuda\": no pinned host memory");
@@ -135,12 +137,17 @@ static enum td_status cuda_download(struct td_device *d, void *to, const void *f
     return copy_now(d, to, from, bytes, cudaMemcpyDeviceToHost);
 }
 
-/* Row-major as stored, but for experts in fewer bits. */
+/* Row-major as stored, but for what is held in fewer bits. */
 static size_t cuda_packed_bytes(const struct td_device *d, uint32_t n_out, uint32_t n_in, enum td_row_order order,
                                 size_t *bias_out)
 {
-    enum td_expert_form form = ((const struct td_cuda_device *)(const void *)d)->experts;
-    if (form != TD_EXPERTS_BF16 && order != TD_ROWS_PLAIN) {
+    const struct td_cuda_device *c = (const struct td_cuda_device *)(const void *)d;
+    enum td_expert_form form = c->experts;
+    if (c->is_dense_fp8 && order == TD_ROWS_DENSE) {
+        *bias_out = (size_t)n_out * sizeof(float);
+        return (size_t)n_out * td_dense_fp8_row_bytes(n_in);
+    }
+    if (form != TD_EXPERTS_BF16 && td_is_expert_order(order)) {
         struct td_expert_layout l = td_expert_layout(form, n_out, n_in);
         *bias_out = l.n_rows * sizeof(float);
         return l.bytes;
@@ -185,6 +192,7 @@ static enum td_status cuda_stream_create(struct td_device *d, uint32_t n_threads
     s->base.device = d;
     s->n_sms = td_cuda_device_of(d)->n_sms;
     s->is_batch_invariant = td_cuda_device_of(d)->is_batch_invariant;
+    s->is_dense_fp8 = td_cuda_device_of(d)->is_dense_fp8;
     s->n_saturated = td_cuda_device_of(d)->n_saturated;
     size_t part_bytes = (size_t)s->n_sms * TD_CUDA_PART_BLOCKS * 2 * TD_CUDA_PART_FLOATS * sizeof(float);
     cudaError_t e = use(d);

@@ -1,6 +1,6 @@
 /* What happens to a finished piece of a product. Both kernels (gemm.cuh, skinny.cuh) hand over pairs (a, b) of one row:
- * which two columns make a pair is the epilogue's to say, so that whatever must meet (the halves of a rotated head, gate
- * and up) meets in one thread. Pair p of a weight matrix: columns col_a(p) and col_b(p). */
+ * which two columns make a pair is the epilogue's to say, so that whatever must meet (the halves of a rotated head,
+ * gate and up) meets in one thread. Pair p of a weight matrix: columns col_a(p) and col_b(p). */
 #ifndef TD_KERNELS_CUDA_EPILOGUE_CUH
 #define TD_KERNELS_CUDA_EPILOGUE_CUH
 
@@ -111,8 +111,8 @@ struct store_qkv {
         to[j + 32] = __float2bfloat16_rn(b);
     }
 
-    /* What all columns of a row share: its place in the pages, and cos and sin of components j + 8 i and the next, the same
-     * for every head. */
+    /* What all columns of a row share: its place in the pages, and cos and sin of components j + 8 i and the next, the
+     * same for every head. */
     struct of_row {
         td_bf16 *q, *page; /* page: K of the first KV head at the row's position */
         float2 cos[4], sin[4];
@@ -133,25 +133,38 @@ struct store_qkv {
         return o;
     }
 
-    /* The same for col and col + 1, col even; i of the row's four. */
-    __device__ __forceinline__ void two(const of_row &o, int i, uint32_t col, float2 a, float2 b) const
+    /* Components j and j + 1 of a head, and those 32 further on, with bias and rotation; i of the row's four. */
+    __device__ __forceinline__ void finish(const of_row &o, int i, uint32_t col, float2 &a, float2 &b) const
     {
-        if (col >= n_cols) return;
-        uint32_t head = col / 64, j = col % 64;
         float2 x = *(const float2 *)(bias + col), y = *(const float2 *)(bias + col + 32);
         a = make_float2(a.x + x.x, a.y + x.y);
         b = make_float2(b.x + y.x, b.y + y.y);
-        if (head < n_heads + (TRAP(KEYS_NOT_ROTATED) ? 0 : n_kv_heads)) {
+        if (col / 64 < n_heads + (TRAP(KEYS_NOT_ROTATED) ? 0 : n_kv_heads)) {
             const float2 c = o.cos[i], lo = a;
             float2 s = o.sin[i];
             if (TRAP(ROTATED_BACK)) s = make_float2(-s.x, -s.y);
             a = make_float2(lo.x * c.x - b.x * s.x, lo.y * c.y - b.y * s.y);
             b = make_float2(b.x * c.x + lo.x * s.x, b.y * c.y + lo.y * s.y);
         }
+    }
+    /* Where the head of column col lies, were it bf16. */
+    __device__ __forceinline__ td_bf16 *head_of(const of_row &o, uint32_t col) const
+    {
+        const uint32_t head = col / 64;
         const bool is_v = head >= n_heads + n_kv_heads;
         const size_t h = head - n_heads - (is_v ? n_kv_heads : 0);
-        td_bf16 *to = head < n_heads ? o.q + head * 64 : o.page + (h * 2 + is_v) * page_tokens * 64;
-        if (n_saturated != nullptr && head >= n_heads) {
+        return head < n_heads ? o.q + head * 64 : o.page + (h * 2 + is_v) * page_tokens * 64;
+    }
+    __device__ __forceinline__ bool is_bf16(uint32_t col) const { return n_saturated == nullptr || col / 64 < n_heads; }
+
+    /* The same for col and col + 1, col even. */
+    __device__ __forceinline__ void two(const of_row &o, int i, uint32_t col, float2 a, float2 b) const
+    {
+        if (col >= n_cols) return;
+        const uint32_t j = col % 64;
+        finish(o, i, col, a, b);
+        td_bf16 *to = head_of(o, col);
+        if (!is_bf16(col)) {
             uint8_t *byte = (uint8_t *)pool + (to - pool); /* as many elements, of one byte */
             *(uint16_t *)(byte + j) = to_fp8(a.x, a.y);
             *(uint16_t *)(byte + j + 32) = to_fp8(b.x, b.y);
@@ -159,6 +172,24 @@ struct store_qkv {
         }
         *(__nv_bfloat162 *)(to + j) = __floats2bfloat162_rn(a.x, a.y);
         *(__nv_bfloat162 *)(to + j + 32) = __floats2bfloat162_rn(b.x, b.y);
+    }
+
+    /* In two steps, for columns that are bf16: packed; then, once lane t of four has components 8 t .. 8 t + 7 of both
+     * halves of the head that begins at col, written. */
+    __device__ __forceinline__ void rotate(const of_row &o, int i, uint32_t col, float2 a, float2 b, uint32_t &lo,
+                                           uint32_t &hi) const
+    {
+        finish(o, i, col, a, b);
+        __nv_bfloat162 x = __floats2bfloat162_rn(a.x, a.y), y = __floats2bfloat162_rn(b.x, b.y);
+        lo = *(uint32_t *)&x;
+        hi = *(uint32_t *)&y;
+    }
+    __device__ __forceinline__ void eight(const of_row &o, uint32_t col, uint32_t t, const uint32_t (&lo)[4],
+                                          const uint32_t (&hi)[4]) const
+    {
+        td_bf16 *to = head_of(o, col) + t * 8;
+        *(uint4 *)to = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+        *(uint4 *)(to + 32) = make_uint4(hi[0], hi[1], hi[2], hi[3]);
     }
 };
 

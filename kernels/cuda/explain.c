@@ -1,5 +1,6 @@
 /* --explain-kernels: which row of kernels/tune each op takes for the model's shapes, and what the other ops do. */
 #include <stdio.h>
+#include <string.h>
 
 #include "kernels/cuda/cuda_int.h"
 #include "kernels/cuda/moe_scratch.h"
@@ -17,9 +18,19 @@ static void product(const struct td_device *d, const struct out *o, const char *
     const struct td_cuda_device *c = (const struct td_cuda_device *)(const void *)d;
     for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         char text[160];
+        const bool is_dense = !is_grouped && strcmp(op, "router") != 0;
         uint32_t slots = rows[i] * s->top_k, tiles = is_grouped ? slots / 128 + s->n_experts : 0;
         int n = snprintf(text, sizeof text, "op=%s rows=%u columns=%u k=%u kernel=", op, rows[i], n_cols, k);
-        if (td_product_is_skinny(rows[i], is_grouped, n_cols, c->is_batch_invariant)) {
+        const uint32_t few =
+            is_grouped ? 0 : td_product_few(rows[i], n_cols, k, (uint32_t)c->n_sms, c->is_batch_invariant);
+        if (is_dense && c->is_dense_fp8) {
+            snprintf(text + n, sizeof text - (size_t)n, "%s weights=fp8",
+                     td_fp8_kernel_name(td_product_fp8(rows[i], n_cols, k, (uint32_t)c->n_sms, c->is_batch_invariant)));
+        } else if (few != 0) {
+            snprintf(text + n, sizeof text - (size_t)n, "few columns_a_block=%u", few);
+        } else if (!is_grouped && td_product_is_paired(rows[i], n_cols)) {
+            snprintf(text + n, sizeof text - (size_t)n, "pairs tile=256x%u stages=6", TD_PRODUCT_PAIRS_BN);
+        } else if (td_product_is_skinny(rows[i], is_grouped, n_cols, c->is_batch_invariant)) {
             snprintf(text + n, sizeof text - (size_t)n, "skinny columns_a_block=16");
         } else if (!is_grouped && td_product_split(rows[i], n_cols, k, (uint32_t)c->n_sms, c->is_batch_invariant) > 1) {
             snprintf(text + n, sizeof text - (size_t)n, "split tile=64x64 stages=6 blocks_a_tile=%u",

@@ -1,6 +1,6 @@
 /* Y = X W^T for many rows, bf16 in, f32 sums: tiles of BM rows by BN columns. A producer warp streams boxes of X and W
- * through a ring of stages with the copy engine; warpgroups multiply 64 rows each. For few rows, tiles of 32 columns: two
- * thread blocks a multiprocessor, so that reading W keeps all of them busy. Every output is one chain over k in
+ * through a ring of stages with the copy engine; warpgroups multiply 64 rows each. For few rows, tiles of 32 columns:
+ * two thread blocks a multiprocessor, so that reading W keeps all of them busy. Every output is one chain over k in
  * steps of 16, whatever the tile: rows do not depend on their company.
  *
  * Grouped: a list of tiles, each some rows of one expert, whose matrix lies `expert` times w_rows further down. */
@@ -33,13 +33,49 @@ template <int BM, int BN, int STAGES> struct gemm_smem {
     uint64_t full[STAGES], empty[STAGES];
 };
 
+/* A warpgroup's 64 rows of a tile that has n rows from row `first` of Y on, and columns from col on. first_col: where a
+ * tile of 32 columns begins that has 16 of each half of a head. */
+template <int BN, class Epilogue>
+static __device__ __forceinline__ void gemm_store(const Epilogue &store, const float (&d)[BN / 2], uint32_t first,
+                                                  uint32_t n, uint32_t wg, uint32_t col, uint32_t first_col,
+                                                  uint32_t expert)
+{
+    constexpr bool is_split = BN == 32 && Epilogue::pairs == PAIRS_HEAD;
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const uint32_t row = wg * 64 + warp * 16 + lane / 4 + h * 8;
+        if (row >= n) continue;
+        const uint32_t r = first + row, c = col + lane % 4 * 2;
+        if constexpr (Epilogue::pairs == PAIRS_NEXT) {
+#pragma unroll
+            for (int i = 0; i < BN / 8; i++) store(r, c + i * 8, d[4 * i + 2 * h], d[4 * i + 2 * h + 1], expert);
+        } else if constexpr (is_split) {
+            const auto at = store.row(r, first_col % 64 + lane % 4 * 2);
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                store.two(at, i, first_col + lane % 4 * 2 + i * 8, make_float2(d[4 * i + 2 * h], d[4 * i + 2 * h + 1]),
+                          make_float2(d[4 * (i + 2) + 2 * h], d[4 * (i + 2) + 2 * h + 1]));
+        } else {
+            const auto at = store.row(r, lane % 4 * 2);
+#pragma unroll
+            for (int i = 0; i < BN / 8; i++) {
+                if (i % 8 >= 4) continue;
+                store.two(at, i % 8, c + i * 8, make_float2(d[4 * i + 2 * h], d[4 * i + 2 * h + 1]),
+                          make_float2(d[4 * (i + 4) + 2 * h], d[4 * (i + 4) + 2 * h + 1]));
+            }
+        }
+    }
+}
+
 template <int BM, int BN, int STAGES, class Epilogue>
 static __global__ void __launch_bounds__(128 + BM * 2, BN == 32 ? 2 : 1)
     gemm(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, const gemm_shape g,
          const Epilogue store)
 {
     extern __shared__ uint8_t raw[];
-    auto &sm = *reinterpret_cast<gemm_smem<BM, BN, STAGES> *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~(uintptr_t)1023);
+    auto &sm =
+        *reinterpret_cast<gemm_smem<BM, BN, STAGES> *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~(uintptr_t)1023);
     /* Blocks that run together share rows and columns: groups of 16 row tiles, columns inside. */
     const uint32_t group = 16, per_group = group * g.n_col_tiles, in = blockIdx.x % per_group;
     const uint32_t first_tile = blockIdx.x / per_group * group, n_in = min(group, g.n_row_tiles - first_tile);
@@ -73,8 +109,7 @@ static __global__ void __launch_bounds__(128 + BM * 2, BN == 32 ? 2 : 1)
             const int w_row = (int)(tile.expert * g.w_rows + g.w_begin + first_col);
             auto copy_w = [&](uint32_t st, uint32_t step) {
                 copy_box_2d(sm.w[st], &w_map, &sm.full[st], (int)(step * GEMM_BK), w_row);
-                if (is_split)
-                    copy_box_2d(sm.w[st] + 16 * 128, &w_map, &sm.full[st], (int)(step * GEMM_BK), w_row + 32);
+                if (is_split) copy_box_2d(sm.w[st] + 16 * 128, &w_map, &sm.full[st], (int)(step * GEMM_BK), w_row + 32);
             };
             const uint32_t bytes = (g.x_box + BN) * GEMM_BK * 2, n_early = min(n_steps, (uint32_t)STAGES);
             for (uint32_t i = 0; i < n_early; i++) { /* W is nobody's output */
@@ -95,7 +130,7 @@ static __global__ void __launch_bounds__(128 + BM * 2, BN == 32 ? 2 : 1)
         return;
     }
     if constexpr (BN != 32) regs_more<232>();
-    const uint32_t wg = threadIdx.x / 128 - 1, lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const uint32_t wg = threadIdx.x / 128 - 1;
     float d[BN / 2];
 #pragma unroll
     for (int i = 0; i < BN / 2; i++) d[i] = 0;
@@ -116,30 +151,7 @@ static __global__ void __launch_bounds__(128 + BM * 2, BN == 32 ? 2 : 1)
     keep(d);
     before();
 
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const uint32_t row = wg * 64 + warp * 16 + lane / 4 + h * 8;
-        if (row >= tile.n) continue;
-        const uint32_t r = tile.first + row, c = col + lane % 4 * 2;
-        if constexpr (Epilogue::pairs == PAIRS_NEXT) {
-#pragma unroll
-            for (int i = 0; i < BN / 8; i++) store(r, c + i * 8, d[4 * i + 2 * h], d[4 * i + 2 * h + 1], tile.expert);
-        } else if constexpr (is_split) {
-            const auto at = store.row(r, first_col % 64 + lane % 4 * 2);
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-                store.two(at, i, first_col + lane % 4 * 2 + i * 8, make_float2(d[4 * i + 2 * h], d[4 * i + 2 * h + 1]),
-                          make_float2(d[4 * (i + 2) + 2 * h], d[4 * (i + 2) + 2 * h + 1]));
-        } else {
-            const auto at = store.row(r, lane % 4 * 2);
-#pragma unroll
-            for (int i = 0; i < BN / 8; i++) {
-                if (i % 8 >= 4) continue;
-                store.two(at, i % 8, c + i * 8, make_float2(d[4 * i + 2 * h], d[4 * i + 2 * h + 1]),
-                          make_float2(d[4 * (i + 4) + 2 * h], d[4 * (i + 4) + 2 * h + 1]));
-            }
-        }
-    }
+    gemm_store<BN>(store, d, tile.first, tile.n, wg, col, first_col, tile.expert);
 }
 
 template <int BM, int BN, int STAGES, class Epilogue>
@@ -162,7 +174,8 @@ static enum td_status gemm_start(const struct td_cuda_stream *s, const void *x, 
     return td_cuda_status(e, what);
 }
 
-/* x [x_rows, k]; w: the first expert's matrix, of w_rows_all rows in all. The tile is kernels/tune/product.def's choice. */
+/* x [x_rows, k]; w: the first expert's matrix, of w_rows_all rows in all. The tile is kernels/tune/product.def's
+ * choice. */
 template <class Epilogue>
 static enum td_status gemm_run(const struct td_cuda_stream *s, const void *x, uint64_t x_rows, const void *w,
                                uint64_t w_rows_all, const gemm_shape &g, const Epilogue &store, const char *what)
@@ -173,7 +186,8 @@ static enum td_status gemm_run(const struct td_cuda_stream *s, const void *x, ui
     default: return gemm_start<128, 64, 8>(s, x, x_rows, w, w_rows_all, g, store, what);
 #else
 #define X(bm, bn, stages, most_rows, most_k, least_fill, most_fill)                                                    \
-    case TD_PRODUCT_##bm##x##bn: return gemm_start<bm, bn, stages>(s, x, x_rows, w, w_rows_all, g, store, what);
+    case TD_PRODUCT_##bm##x##bn:                                                                                       \
+        return gemm_start<bm, bn, stages>(s, x, x_rows, w, w_rows_all, g, store, what);
 #include "kernels/tune/product.def"
 #undef X
     default: return TD_E_UNSUPPORTED;

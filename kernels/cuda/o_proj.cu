@@ -4,11 +4,11 @@
 enum td_status td_cuda_o_proj(struct td_stream *base, const struct td_o_proj_args *a)
 {
     store_f32 store = {a->y, nullptr, a->w.n_out};
-    return product(td_cuda_stream_of(base), a->x, &a->w, 0, a->w.n_out, a->n_rows, store, "o_proj");
+    return dense(td_cuda_stream_of(base), a->x, &a->w, 0, a->w.n_out, a->n_rows, store, "o_proj");
 }
 
 enum td_status td_cuda_lm_head(struct td_stream *base, const struct td_lm_head_args *a)
 {
     store_f32 store = {a->logits, nullptr, a->w.n_out};
-    return product(td_cuda_stream_of(base), a->x, &a->w, 0, a->w.n_out, a->n_rows, store, "lm_head");
+    return dense(td_cuda_stream_of(base), a->x, &a->w, 0, a->w.n_out, a->n_rows, store, "lm_head");
 }

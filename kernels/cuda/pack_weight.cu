@@ -1,7 +1,10 @@
-/* A matrix as stored becomes row-major bf16 [n_out, n_in] on the device; MXFP4 is widened there, exactly. The
+/* A matrix as stored becomes row-major bf16 [n_out, n_in] on the device, or FP8 rows; MXFP4 is widened there, exactly. The
  * stored matrix lies in the stream's staging memory meanwhile, which grows to the largest. */
+#include <cfloat>
+
 #include "kernels/cuda/cuda_int.h"
 #include "kernels/cuda/traps.cuh"
+#include "kernels/dense_format.h"
 
 static __global__ void transpose(const td_bf16 *from, td_bf16 *to, uint32_t n_out, uint32_t n_in)
 {
@@ -29,6 +32,36 @@ static __global__ void widen(const uint8_t *blocks, const uint8_t *scales, uint3
     float v = ldexpf(magnitude[code & 7], (int)scale - 127);
     if (scale == 255 || isinf(v)) found->is_bad = 1;
     to[i] = __float2bfloat16_rn(code & 8 ? -v : v);
+}
+
+/* A row a block: the largest magnitude, then codes of the rest over it. */
+static __global__ void __launch_bounds__(256) quantise(const td_bf16 *from, uint8_t *to, uint32_t n_in)
+{
+    __shared__ uint32_t most; /* the bits of a magnitude order as it does */
+    const td_bf16 *row = from + (size_t)blockIdx.x * n_in;
+    uint8_t *out = to + (size_t)blockIdx.x * td_dense_fp8_row_bytes(n_in);
+    const uint32_t scale_at = td_dense_fp8_scale_at(n_in);
+    if (threadIdx.x == 0) most = 0;
+    __syncthreads();
+    float mine = 0;
+    for (uint32_t i = threadIdx.x; i < n_in; i += 256) mine = fmaxf(mine, fabsf(__bfloat162float(row[i])));
+    atomicMax(&most, __float_as_uint(mine));
+    __syncthreads();
+    const float scale = __uint_as_float(most) / TD_DENSE_FP8_MOST;
+    const bool is_usable = scale > 0 && scale <= FLT_MAX;
+    for (uint32_t i = threadIdx.x; i < scale_at; i += 256)
+        out[i] = i < n_in && is_usable ? td_e4m3_encode(__bfloat162float(row[i]) / scale) : 0;
+    if (threadIdx.x < TD_DENSE_FP8_PAD / 4) ((float *)(out + scale_at))[threadIdx.x] = threadIdx.x == 0 ? scale : 0;
+}
+
+static cudaError_t copy_dense(const struct td_pack_weight_args *a, void *staging, cudaStream_t s)
+{
+    const uint16_t *from = (const uint16_t *)a->data + (size_t)a->row_begin * a->ld + a->col_begin;
+    cudaError_t e = cudaMemcpy2DAsync(staging, (size_t)a->n_in * 2, from, (size_t)a->ld * 2, (size_t)a->n_in * 2, a->n_out,
+                                      cudaMemcpyHostToDevice, s);
+    if (e != cudaSuccess) return e;
+    quantise<<<a->n_out, 256, 0, s>>>((const td_bf16 *)staging, (uint8_t *)a->out, a->n_in);
+    return cudaPeekAtLastError();
 }
 
 static cudaError_t copy_rows(const struct td_pack_weight_args *a, cudaStream_t s)
@@ -110,15 +143,17 @@ enum td_status td_cuda_pack_end(struct td_cuda_stream *s, cudaError_t e, const s
 enum td_status td_cuda_pack_weight(struct td_stream *base, const struct td_pack_weight_args *a)
 {
     enum td_expert_form form = td_cuda_device_of(base->device)->experts;
-    if (form != TD_EXPERTS_BF16 && a->order != TD_ROWS_PLAIN) return td_cuda_pack_expert(base, form, a);
+    if (form != TD_EXPERTS_BF16 && td_is_expert_order(a->order)) return td_cuda_pack_expert(base, form, a);
     struct td_cuda_stream *s = td_cuda_stream_of(base);
     size_t staging_bytes = 0;
-    if (a->source == TD_SRC_BF16_COLS) staging_bytes = (size_t)a->n_out * a->n_in * 2;
+    const bool is_fp8 = a->order == TD_ROWS_DENSE && td_cuda_device_of(base->device)->is_dense_fp8;
+    if (is_fp8 && a->source != TD_SRC_BF16_ROWS) return TD_E_UNSUPPORTED;
+    if (a->source == TD_SRC_BF16_COLS || is_fp8) staging_bytes = (size_t)a->n_out * a->n_in * 2;
     if (a->source == TD_SRC_MXFP4) staging_bytes = (size_t)a->n_out * (a->ld / 32) * 17;
     cudaError_t e = td_cuda_pack_begin(s, staging_bytes);
     if (e == cudaSuccess) {
         switch (a->source) {
-        case TD_SRC_BF16_ROWS: e = copy_rows(a, s->s); break;
+        case TD_SRC_BF16_ROWS: e = is_fp8 ? copy_dense(a, s->staging, s->s) : copy_rows(a, s->s); break;
         case TD_SRC_BF16_COLS: e = copy_cols(a, s->staging, s->s); break;
         case TD_SRC_MXFP4: e = copy_mxfp4(a, s); break;
         }

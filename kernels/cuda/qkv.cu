@@ -20,5 +20,5 @@ enum td_status td_cuda_qkv(struct td_stream *base, const struct td_qkv_args *a)
     store.page_tokens = l->page_tokens;
     store.n_saturated = l->dtype == TD_E4M3 ? td_cuda_stream_of(base)->n_saturated : nullptr;
     store.n_cols = (end - first) * 64;
-    return product(td_cuda_stream_of(base), a->x, &a->w, first * 64, store.n_cols, a->n_rows, store, "qkv");
+    return dense(td_cuda_stream_of(base), a->x, &a->w, first * 64, store.n_cols, a->n_rows, store, "qkv");
 }

@@ -1,20 +1,13 @@
-/* Plain draws from rows of logits: greedy, or by temperature (others: sample_filtered.cu). A row is cut into TD_SAMPLE_PARTS runs of ids, a warp each, which
- * leave their maximum, where it is, and the sums of e^((x - max) / temperature) and e^(x - max); a second kernel adds them up
- * in order, finds the run in which the running sum passes u times the total, and walks that run again. One pass over the
- * logits, and the draw depends on the row alone. */
+/* Plain draws from rows of logits: greedy, or by temperature (others: sample_filtered.cu). A row is cut into
+ * TD_SAMPLE_PARTS runs of ids, a warp each, which leave their maximum, where it is, and the sums of e^((x - max) /
+ * temperature) and e^(x - max); a second kernel adds them up in order, finds the run in which the running sum passes u
+ * times the total, and walks that run again. One pass over the logits, and the draw depends on the row alone. */
 #include "kernels/cuda/cuda_int.h"
 #include "kernels/cuda/mma.cuh"
 #include "kernels/cuda/sample.cuh"
 
 #define WARPS     8
 #define IN_FLIGHT 32 /* logits a lane loads at once */
-
-struct part {
-    float max;
-    uint32_t arg;
-    float sum, sum_raw; /* e^((x - max) / temperature), e^(x - max) */
-};
-static_assert(sizeof(part) == 16, "args.h says so");
 
 static __device__ __forceinline__ void better(float &max, uint32_t &arg, float x, uint32_t id)
 {
@@ -24,42 +17,32 @@ static __device__ __forceinline__ void better(float &max, uint32_t &arg, float x
     }
 }
 
-static __device__ __forceinline__ uint32_t run_length(uint32_t n_ids)
-{
-    return (n_ids + TD_SAMPLE_PARTS - 1) / TD_SAMPLE_PARTS;
-}
-
-static __global__ void __launch_bounds__(WARPS * 32)
-    reduce(const float *logits, const td_sample_row *rows, part *parts, uint32_t vocab, uint32_t n_ids)
+static __global__ void __launch_bounds__(WARPS * 32) reduce(const td_sample_args a, bool is_listed)
 {
     let_next();
     before();
-    const uint32_t lane = threadIdx.x % 32, run = blockIdx.x * WARPS + threadIdx.x / 32, n = run_length(n_ids);
-    const uint32_t first = run * n, end = min(first + n, n_ids);
-    const float *x = logits + (size_t)blockIdx.y * vocab;
-    if (rows[blockIdx.y].is_filtered) return;
-    const float inv = inverse(rows[blockIdx.y].temperature);
+    const uint32_t lane = threadIdx.x % 32, run = blockIdx.x * WARPS + threadIdx.x / 32, n = run_length(a.n_ids);
+    const uint32_t first = run * n, end = min(first + n, a.n_ids);
+    const uint32_t row = is_listed ? a.filtered[blockIdx.y] : blockIdx.y;
+    const float *x = a.logits + (size_t)row * a.vocab;
+    if (is_listed ? is_edited(a.rows[row]) : a.rows[row].is_filtered != 0) return;
+    const float inv = inverse(a.rows[row].temperature);
     float max = -INFINITY;
     uint32_t arg = 0xffffffffu;
     float sum = 0, raw = 0;
     for (uint32_t base = first; base < end; base += 32 * IN_FLIGHT) { /* once, for vocabularies below 262,144 */
         float v[IN_FLIGHT], old = max;
-#pragma unroll
-        for (int i = 0; i < IN_FLIGHT; i++) {
-            uint32_t id = base + i * 32 + lane;
-            v[i] = id < end ? x[id] : -INFINITY;
-        }
+        load_run<IN_FLIGHT / 4>(v, x, base, end, a.vocab % 4 == 0);
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; i++) {
             v[i] = tame(v[i]);
             if (v[i] > max) {
                 max = v[i];
-                arg = base + i * 32 + lane;
+                arg = id_of(base, i);
             }
         }
 #pragma unroll
-        for (int j = 16; j > 0; j /= 2)
-            better(max, arg, __shfl_xor_sync(~0u, max, j), __shfl_xor_sync(~0u, arg, j));
+        for (int j = 16; j > 0; j /= 2) better(max, arg, __shfl_xor_sync(~0u, max, j), __shfl_xor_sync(~0u, arg, j));
         if (max == -INFINITY) continue;
         if (old != -INFINITY) { /* what an earlier turn summed */
             raw *= exp2_fast((old - max) * 1.44269504f);
@@ -77,12 +60,10 @@ static __global__ void __launch_bounds__(WARPS * 32)
         sum += __shfl_xor_sync(~0u, sum, j);
         raw += __shfl_xor_sync(~0u, raw, j);
     }
-    if (lane == 0) parts[(size_t)blockIdx.y * TD_SAMPLE_PARTS + run] = {max, arg, sum, raw};
+    if (lane == 0) scratch_of(a, row).parts[run] = {max, arg, sum, raw};
 }
 
-static __global__ void __launch_bounds__(TD_SAMPLE_PARTS)
-    pick(const float *logits, const td_sample_row *rows, const part *parts, td_sampled *out, uint32_t vocab,
-         uint32_t n_ids)
+static __global__ void __launch_bounds__(TD_SAMPLE_PARTS) pick(const td_sample_args a, bool is_listed)
 {
     __shared__ float maxima[TD_SAMPLE_PARTS / 32];
     __shared__ uint32_t args[TD_SAMPLE_PARTS / 32], chosen;
@@ -90,15 +71,17 @@ static __global__ void __launch_bounds__(TD_SAMPLE_PARTS)
     let_next();
     before();
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_warps = TD_SAMPLE_PARTS / 32;
-    const td_sample_row r = rows[blockIdx.x];
-    if (r.is_filtered) return;
-    const part p = parts[(size_t)blockIdx.x * TD_SAMPLE_PARTS + threadIdx.x];
-    const float *x = logits + (size_t)blockIdx.x * vocab;
+    const uint32_t row = is_listed ? a.filtered[blockIdx.x] : blockIdx.x;
+    const td_sample_row r = a.rows[row];
+    if (is_listed ? is_edited(r) || !is_whole(r) : r.is_filtered != 0) return;
+    const part p = scratch_of(a, row).parts[threadIdx.x];
+    const float *x = a.logits + (size_t)row * a.vocab;
+    td_sampled *out = a.out;
+    const uint32_t n_ids = a.n_ids;
     float max = p.max;
     uint32_t arg = p.arg;
 #pragma unroll
-    for (int j = 16; j > 0; j /= 2)
-        better(max, arg, __shfl_xor_sync(~0u, max, j), __shfl_xor_sync(~0u, arg, j));
+    for (int j = 16; j > 0; j /= 2) better(max, arg, __shfl_xor_sync(~0u, max, j), __shfl_xor_sync(~0u, arg, j));
     if (lane == 0) {
         maxima[warp] = max;
         args[warp] = arg;
@@ -106,7 +89,7 @@ static __global__ void __launch_bounds__(TD_SAMPLE_PARTS)
     __syncthreads();
     for (uint32_t i = 0; i < n_warps; i++) better(max, arg, maxima[i], args[i]);
     if (max == -INFINITY) {
-        if (threadIdx.x == 0) out[blockIdx.x] = {0, 0, 0xffffffffu};
+        if (threadIdx.x == 0) out[row] = {0, 0, 0xffffffffu};
         return;
     }
     /* Sums in double: this run's, and of all runs up to it. */
@@ -138,7 +121,7 @@ static __global__ void __launch_bounds__(TD_SAMPLE_PARTS)
     if (threadIdx.x == run) target_in = target - (up_to - mine); /* what is left to pass within the run */
     __syncthreads();
     if (r.temperature == 0) {
-        if (threadIdx.x == 0) out[blockIdx.x] = {(double)max + log(all_raw), tame(x[arg]), arg};
+        if (threadIdx.x == 0) out[row] = {(double)max + log(all_raw), tame(x[arg]), arg};
         return;
     }
 
@@ -186,20 +169,27 @@ static __global__ void __launch_bounds__(TD_SAMPLE_PARTS)
     __syncthreads();
     if (threadIdx.x != 0) return;
     uint32_t token = chosen != 0xffffffffu ? chosen : last; /* rounding: the run's own sum was a little less */
-    out[blockIdx.x] = {(double)max + log(all_raw), tame(x[token]), token};
+    out[row] = {(double)max + log(all_raw), tame(x[token]), token};
+}
+
+/* Plain rows, or those that are filtered but draw from all ids. */
+static enum td_status draw_whole(cudaStream_t s, const struct td_sample_args *a, bool is_listed)
+{
+    const uint32_t n = is_listed ? a->n_filtered : a->n_rows;
+    cudaError_t e = launch(reduce, dim3(TD_SAMPLE_PARTS / WARPS, n), WARPS * 32, 0, s, *a, is_listed);
+    if (e == cudaSuccess) e = launch(pick, n, TD_SAMPLE_PARTS, 0, s, *a, is_listed);
+    return td_cuda_status(e, "sample");
 }
 
 enum td_status td_cuda_sample(struct td_stream *base, const struct td_sample_args *a)
 {
-    if (a->n_rows == 0) return TD_OK;
     cudaStream_t s = td_cuda_stream_of(base)->s;
-    cudaError_t e = cudaSuccess;
-    if (a->n_filtered < a->n_rows)
-        e = launch(reduce, dim3(TD_SAMPLE_PARTS / WARPS, a->n_rows), WARPS * 32, 0, s, a->logits, a->rows,
-                           (part *)a->parts, a->vocab, a->n_ids);
-    if (e == cudaSuccess && a->n_filtered < a->n_rows)
-        e = launch(pick, a->n_rows, TD_SAMPLE_PARTS, 0, s, a->logits, a->rows, (const part *)a->parts, a->out, a->vocab,
-                   a->n_ids);
-    if (e == cudaSuccess && a->n_filtered != 0) return td_cuda_sample_filtered(s, a);
-    return td_cuda_status(e, "sample");
+    enum td_status st = TD_OK;
+    if (a->n_filtered < a->n_rows) st = draw_whole(s, a, false);
+    if (st != TD_OK || a->n_filtered == 0) return st;
+    st = draw_whole(s, a, true);
+    if (st == TD_OK) st = td_cuda_sample_short(s, a);
+    if (st == TD_OK) st = td_cuda_sample_flat(s, a);
+    if (st == TD_OK) st = td_cuda_sample_filtered(s, a);
+    return st;
 }

@@ -1,30 +1,25 @@
-/* Draws with top-k, top-p, min-p, penalties, bias, bans, masks or the likeliest ids' logits. A cluster of thread blocks takes
- * a row and reads it once: each block keeps its share of the logits in shared memory, and everything after that happens
- * there:
+/* Draws with top-k, top-p, min-p, penalties, bias, bans, masks or the likeliest ids' logits. A cluster of thread blocks
+ * takes a row and reads it once: each block keeps its share of the logits in shared memory, and everything after that
+ * happens there:
  *
  *   maximum -> log-sum of the raw logits -> mask and edits -> cut of top-k -> cut of top-p -> draw
  *
  * A cut is the last id kept in the order (higher logit, then lower id). A histogram between the maximum and the lowest
- * logit that can matter says in which bin it lies. If the ids down to that bin are few, block 0 gathers and sorts them, and
- * the rest is work on that list; else the bin is searched further (find_cut) and the draw walks all ids in order. Weights
- * are counted as whole multiples of 2^-32, so sums do not depend on their order: a draw depends on its row alone. */
+ * logit that can matter says in which bin it lies. If the ids down to that bin are few, block 0 gathers and sorts them,
+ * and the rest is work on that list; else the bin is searched further (find_cut) and the draw walks all ids in order.
+ * Weights are counted as whole multiples of 2^-32, so sums do not depend on their order: a draw depends on its row
+ * alone. */
 #include <cooperative_groups.h>
 
-#include "kernels/cuda/cuda_int.h"
-#include "kernels/cuda/mma.cuh"
-#include "kernels/cuda/sample.cuh"
+#include "kernels/cuda/sample_list.cuh"
 
 namespace cg = cooperative_groups;
 
-#define THREADS    512u
-#define WARPS      (THREADS / 32)
-#define BINS       THREADS
-#define LIST       (2 * THREADS)
 #define MAX_BLOCKS 8u
-#define NOTHING    0x007fffffu /* key of -inf */
 /* Ids a block: so many that two blocks share a multiprocessor, and one's loads hide the other's waits; the most. */
 #define CHUNK_OF_TWO 25088u
 #define CHUNK_MOST   52000u
+#define AT_ONCE      264u
 
 struct filtered_args {
     td_sample_args a;
@@ -34,59 +29,24 @@ struct filtered_args {
 struct told {
     uint64_t v[3];
 };
-struct filtered_smem {
+struct filtered_smem : list_smem {
     told slots[2][MAX_BLOCKS];
-    uint64_t warps[WARPS][3];
     uint64_t before, picked; /* what a histogram has above its bin; an entry of the list */
-    uint32_t bin, n_in, n_found, n_through, n_list;
+    uint32_t bin, n_through;
     uint32_t count[BINS], lo[BINS], hi[BINS];
-    uint64_t list[LIST]; /* key, inverted id */
     alignas(16) float x[];
 };
 
-struct cut {
-    uint32_t key, id;
-};
-
-/* Ordered as the logits are; -0 and 0 are equal. */
-static __device__ __forceinline__ uint32_t key_of(float x)
-{
-    uint32_t b = __float_as_uint(x + 0.0f);
-    return b & 0x80000000u ? ~b : b | 0x80000000u;
-}
-static __device__ __forceinline__ float value_of(uint32_t key)
-{
-    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
-}
-
-struct sum_of {
-    static __device__ __forceinline__ uint64_t of(uint64_t a, uint64_t b) { return a + b; }
-};
-struct max_of {
-    static __device__ __forceinline__ uint64_t of(uint64_t a, uint64_t b) { return a > b ? a : b; }
-};
-struct min_of {
-    static __device__ __forceinline__ uint64_t of(uint64_t a, uint64_t b) { return a < b ? a : b; }
-};
-struct dsum_of {
-    static __device__ __forceinline__ uint64_t of(uint64_t a, uint64_t b)
-    {
-        return (uint64_t)__double_as_longlong(__longlong_as_double((long long)a) + __longlong_as_double((long long)b));
-    }
-};
-
-struct row_ctx {
+struct row_ctx : scaled {
     cg::cluster_group cluster;
     filtered_smem &sm;
     uint32_t rank, n_blocks, turn;
     uint32_t n_here, first_id; /* of this block */
     uint32_t begin, end;       /* this thread's run, within the block */
-    float max, scale;          /* weights are 2^((x - max) scale) */
 };
 
 /* Three reductions over the cluster, in a fixed order; every thread gets them. */
-template <class A, class B, class C>
-static __device__ told reduce_all(row_ctx &c, uint64_t a, uint64_t b, uint64_t d)
+template <class A, class B, class C> static __device__ told reduce_all(row_ctx &c, uint64_t a, uint64_t b, uint64_t d)
 {
 #pragma unroll
     for (int i = 16; i > 0; i /= 2) {
@@ -125,32 +85,6 @@ static __device__ told reduce_all(row_ctx &c, uint64_t a, uint64_t b, uint64_t d
     return t;
 }
 
-/* Sum over the block's threads before this one; total_out: of all. */
-template <class Sum> static __device__ uint64_t scan_block(filtered_smem &sm, uint64_t v, uint64_t &total_out)
-{
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint64_t up_to = v;
-#pragma unroll
-    for (int j = 1; j < 32; j *= 2) {
-        uint64_t other = __shfl_up_sync(~0u, up_to, j);
-        if (lane >= (uint32_t)j) up_to = Sum::of(other, up_to);
-    }
-    uint64_t before = __shfl_up_sync(~0u, up_to, 1);
-    if (lane == 0) before = 0;
-    __syncthreads();
-    if (lane == 31) sm.warps[warp][0] = up_to;
-    __syncthreads();
-    uint64_t all = lane < WARPS ? sm.warps[lane][0] : 0;
-#pragma unroll
-    for (int j = 1; j < (int)WARPS; j *= 2) {
-        uint64_t other = __shfl_up_sync(~0u, all, j);
-        if (lane >= (uint32_t)j) all = Sum::of(other, all);
-    }
-    total_out = __shfl_sync(~0u, all, WARPS - 1);
-    uint64_t warps_before = __shfl_sync(~0u, all, (int)(warp == 0 ? 0 : warp - 1));
-    return warp == 0 ? before : Sum::of(warps_before, before);
-}
-
 /* The same over the cluster. Costs one exchange. */
 template <class Sum> static __device__ uint64_t scan_all(row_ctx &c, uint64_t v, uint64_t &total_out)
 {
@@ -168,14 +102,6 @@ template <class Sum> static __device__ uint64_t scan_all(row_ctx &c, uint64_t v,
     return Sum::of(ahead, before);
 }
 
-static __device__ __forceinline__ float weight_of(const row_ctx &c, float x) { return exp2_fast((x - c.max) * c.scale); }
-
-/* In multiples of 2^-32; 1 is one unit less. */
-static __device__ __forceinline__ uint32_t units_of(const row_ctx &c, float x)
-{
-    return __float2uint_rz(weight_of(c, x) * 4294967296.0f); /* saturates */
-}
-
 static __device__ __forceinline__ bool is_kept(cut k, uint32_t key, uint32_t id)
 {
     return key > k.key || (key == k.key && id <= k.id);
@@ -185,8 +111,7 @@ static __device__ __forceinline__ bool is_kept(cut k, uint32_t key, uint32_t id)
 static __device__ uint32_t find_nth(row_ctx &c, uint32_t key, cut within, uint64_t want)
 {
     uint64_t n = 0, total;
-    for (uint32_t i = c.begin; i < c.end; i++)
-        n += key_of(c.sm.x[i]) == key && is_kept(within, key, c.first_id + i);
+    for (uint32_t i = c.begin; i < c.end; i++) n += key_of(c.sm.x[i]) == key && is_kept(within, key, c.first_id + i);
     uint64_t before = scan_all<sum_of>(c, n, total), id = 0;
     want = min(max(want, (uint64_t)1), total);
     if (before < want && want <= before + n)
@@ -214,19 +139,6 @@ template <class F> static __device__ __forceinline__ void for_each(const row_ctx
     if (i < c.n_here) f(c.sm.x[i], i);
 }
 
-static __device__ __forceinline__ uint64_t entry_of(uint32_t key, uint32_t id)
-{
-    return (uint64_t)key << 32 | (0xffffffffu - id);
-}
-static __device__ __forceinline__ float entry_value(uint64_t e) { return value_of((uint32_t)(e >> 32)); }
-static __device__ __forceinline__ uint32_t entry_id(uint64_t e) { return 0xffffffffu - (uint32_t)e; }
-
-static __device__ __forceinline__ void push(filtered_smem &sm, uint64_t entry)
-{
-    const uint32_t to = atomicAdd(&sm.n_list, 1);
-    if (to < LIST) sm.list[to] = entry;
-}
-
 /* The other blocks' lists behind block 0's own; its thread blocks only. Returns how many there are. */
 static __device__ uint32_t gather(const row_ctx &c)
 {
@@ -238,27 +150,6 @@ static __device__ uint32_t gather(const row_ctx &c)
         n += n_there;
     }
     return n;
-}
-
-/* Falling. A bitonic network over the next power of two; what is behind n becomes 0. */
-static __device__ void sort_falling(filtered_smem &sm, uint32_t n)
-{
-    uint32_t m = 2;
-    while (m < n) m *= 2;
-    for (uint32_t i = n + threadIdx.x; i < m; i += THREADS) sm.list[i] = 0;
-    __syncthreads();
-    for (uint32_t k = 2; k <= m; k *= 2)
-        for (uint32_t j = k / 2; j > 0; j /= 2) {
-            if (threadIdx.x < m / 2) {
-                const uint32_t i = (threadIdx.x / j) * 2 * j + threadIdx.x % j;
-                const uint64_t a = sm.list[i], b = sm.list[i + j];
-                if ((a < b) == ((i & k) == 0)) {
-                    sm.list[i] = b;
-                    sm.list[i + j] = a;
-                }
-            }
-            __syncthreads();
-        }
 }
 
 /* Of the cluster's counts, a bin a thread. */
@@ -280,8 +171,8 @@ static __device__ void clear_bins(filtered_smem &sm)
     __syncthreads();
 }
 
-/* Of those that `within` keeps, whose keys lie between lo and hi: the shortest run, most likely first, that has `want` ids,
- * or weighs `want` units. */
+/* Of those that `within` keeps, whose keys lie between lo and hi: the shortest run, most likely first, that has `want`
+ * ids, or weighs `want` units. */
 template <bool BY_WEIGHT>
 static __device__ cut find_cut(row_ctx &c, uint32_t lo, uint32_t hi, cut within, uint64_t want)
 {
@@ -300,7 +191,8 @@ static __device__ cut find_cut(row_ctx &c, uint32_t lo, uint32_t hi, cut within,
             return is_linear ? min((uint32_t)((top - x) * step), BINS - 1) : (hi - key) >> shift;
         };
         auto is_in = [&](float x, uint32_t i, uint32_t key) {
-            return key >= lo && key <= hi && is_kept(within, key, c.first_id + i) && (!BY_WEIGHT || units_of(c, x) != 0);
+            return key >= lo && key <= hi && is_kept(within, key, c.first_id + i) &&
+                   (!BY_WEIGHT || units_of(c, x) != 0);
         };
         clear_bins(sm);
         for_each(c, [&](float x, uint32_t i) {
@@ -327,7 +219,7 @@ static __device__ cut find_cut(row_ctx &c, uint32_t lo, uint32_t hi, cut within,
         c.cluster.sync(); /* nobody reads these counts any more, and all know the bin */
         const uint32_t b = sm.bin, n_in = sm.n_in, n_found = sm.n_found;
         const uint64_t before_bin = sm.before;
-        __syncthreads(); /* all have read them */
+        __syncthreads();                            /* all have read them */
         if (n_found == 0) return {lo, 0xffffffffu}; /* less than wanted in all: everything stays */
         above = before_bin;
         if (is_linear) {
@@ -478,9 +370,9 @@ static __device__ uint32_t draw(row_ctx &c, cut top_k, cut top_p, float min_p, d
         last = c.first_id + i + 1;
     }
     uint64_t total_bits;
-    const uint64_t before_bits =
-        scan_all<dsum_of>(c, (uint64_t)__double_as_longlong((double)sum), total_bits);
-    const double before = __longlong_as_double((long long)before_bits), total = __longlong_as_double((long long)total_bits);
+    const uint64_t before_bits = scan_all<dsum_of>(c, (uint64_t)__double_as_longlong((double)sum), total_bits);
+    const double before = __longlong_as_double((long long)before_bits),
+                 total = __longlong_as_double((long long)total_bits);
     const double target = u * total;
     uint64_t found = 0xffffffffu;
     if (sum > 0 && before + sum > target) {
@@ -500,74 +392,9 @@ static __device__ uint32_t draw(row_ctx &c, cut top_k, cut top_p, float min_p, d
     return (uint32_t)t.v[1] - 1; /* the product rounded up to the total; the highest logit is always kept */
 }
 
-/* What a row is drawn by, once its logits are final. */
-struct wish {
-    uint32_t top_k, n_top; /* 0: none */
-    float top_p, min_p;
-    double u;
-};
-
-/* Block 0 alone, on a list of n that holds all that can be drawn and listed. total: units of all ids, for a top-p without a
- * top-k. */
-static __device__ uint32_t draw_from_list(row_ctx &c, const wish &r, uint32_t n, uint64_t total, td_sample_top *top)
-{
-    filtered_smem &sm = c.sm;
-    uint64_t e[2], sum;
-    sort_falling(sm, n);
-    if (threadIdx.x < r.n_top) top[threadIdx.x] = {entry_value(sm.list[threadIdx.x]), entry_id(sm.list[threadIdx.x])};
-    uint32_t kept = r.top_k != 0 ? min(n, r.top_k) : n;
-    if (r.top_p < 1) {
-        uint32_t units[2];
-        for (int j = 0; j < 2; j++) {
-            const uint32_t i = threadIdx.x * 2 + j;
-            units[j] = i < kept ? units_of(c, entry_value(sm.list[i])) : 0;
-        }
-        uint64_t before = scan_block<sum_of>(sm, (uint64_t)units[0] + units[1], sum);
-        if (r.top_k != 0) total = sum;
-        const uint64_t want = max((uint64_t)1, (uint64_t)ceil((double)r.top_p * (double)total));
-        if (threadIdx.x == 0) sm.n_in = kept;
-        __syncthreads();
-        for (int j = 0; j < 2; before += units[j], j++)
-            if (before < want && want <= before + units[j]) sm.n_in = threadIdx.x * 2 + j + 1;
-        __syncthreads();
-        kept = sm.n_in;
-    }
-    /* The kept in rising order of ids, each with its weight; inverted, so that the same sort serves. */
-    for (int j = 0; j < 2; j++) {
-        const uint32_t i = threadIdx.x * 2 + j;
-        e[j] = 0;
-        if (i >= kept) continue;
-        const float w = weight_of(c, entry_value(sm.list[i]));
-        if (w > 0 && w >= r.min_p) e[j] = ~((uint64_t)entry_id(sm.list[i]) << 32 | __float_as_uint(w));
-    }
-    __syncthreads();
-    for (int j = 0; j < 2; j++)
-        if (threadIdx.x * 2 + j < n) sm.list[threadIdx.x * 2 + j] = e[j];
-    sort_falling(sm, n);
-    double w[2];
-    for (int j = 0; j < 2; j++) {
-        const uint32_t i = threadIdx.x * 2 + j;
-        e[j] = i < n ? sm.list[i] : 0;
-        w[j] = e[j] != 0 ? (double)__uint_as_float((uint32_t)~e[j]) : 0;
-    }
-    double at = __longlong_as_double((long long)scan_block<dsum_of>(sm, (uint64_t)__double_as_longlong(w[0] + w[1]), sum));
-    const double target = r.u * __longlong_as_double((long long)sum);
-    if (threadIdx.x == 0) sm.n_in = 0xffffffffu, sm.n_found = 0;
-    __syncthreads();
-    for (int j = 0; j < 2; at += w[j], j++) {
-        if (e[j] == 0) continue;
-        const uint32_t id = (uint32_t)(~e[j] >> 32);
-        atomicMax(&sm.n_found, id);
-        if (at + w[j] > target) atomicMin(&sm.n_in, id);
-    }
-    __syncthreads();
-    return sm.n_in != 0xffffffffu ? sm.n_in : sm.n_found;
-}
-
-/* One pass: a histogram of the logits from the maximum down, with their number and, BY_WEIGHT, their units; raw_out: the sum
- * of e^(x - max), of this thread. */
-template <bool BY_WEIGHT>
-static __device__ void count_bins(row_ctx &c, float step, float &raw_out, uint64_t &units_out)
+/* One pass: a histogram of the logits from the maximum down, with their number and, BY_WEIGHT, their units; raw_out:
+ * the sum of e^(x - max), of this thread. */
+template <bool BY_WEIGHT> static __device__ void count_bins(row_ctx &c, float step, float &raw_out, uint64_t &units_out)
 {
     const bool is_one = c.scale == 1.44269504f; /* temperature 1: one power serves twice */
     float raw = 0;
@@ -590,10 +417,9 @@ static __device__ void count_bins(row_ctx &c, float step, float &raw_out, uint64
     units_out = units;
 }
 
-/* Draws from final logits. raw_sum: in, or, if is_raw, out: the sum of e^(x - max). Only block 0's answer counts; is_alone:
- * nobody reads another's memory any more. */
-static __device__ uint32_t choose(row_ctx &c, const wish &r, extent all, bool is_raw, double &raw_sum, td_sample_top *top,
-                                  bool &is_alone)
+/* Draws from final logits. raw_sum: in, or, if is_raw, out: the sum of e^(x - max). Only block 0's answer counts. */
+static __device__ uint32_t choose(row_ctx &c, const wish &r, extent all, bool is_raw, double &raw_sum,
+                                  td_sample_top *top)
 {
     filtered_smem &sm = c.sm;
     const bool by_weight = r.top_p < 1;
@@ -642,8 +468,7 @@ static __device__ uint32_t choose(row_ctx &c, const wish &r, extent all, bool is
         if (is_cut) { /* the others leave as soon as block 0 has their lists */
             const uint32_t n_all = c.rank == 0 ? gather(c) : 0;
             c.cluster.sync();
-            is_alone = true;
-            return c.rank == 0 ? draw_from_list(c, r, n_all, total, top) : 0;
+            return c.rank == 0 ? draw_from_list(sm, c, r, n_all, total, top) : 0;
         }
         if (c.rank == 0) {
             sort_falling(sm, gather(c));
@@ -673,22 +498,10 @@ static __device__ uint32_t choose(row_ctx &c, const wish &r, extent all, bool is
     return draw(c, top_k, top_p, r.min_p, r.u);
 }
 
-static __global__ void __launch_bounds__(THREADS, 2) sample_filtered(const filtered_args f)
+static __device__ void draw_row(row_ctx &c, const td_sample_args &a, const filtered_args &f, uint32_t i)
 {
-    extern __shared__ __align__(16) uint8_t raw[];
-    const td_sample_args &a = f.a;
-    row_ctx c = {cg::this_cluster(), *reinterpret_cast<filtered_smem *>(raw)};
-    c.rank = c.cluster.block_rank();
-    c.n_blocks = c.cluster.num_blocks();
-    c.turn = 0;
-    c.first_id = c.rank * f.chunk;
-    c.n_here = c.first_id < a.n_ids ? min(f.chunk, a.n_ids - c.first_id) : 0;
-    c.begin = min(threadIdx.x * f.run, c.n_here);
-    c.end = min(c.begin + f.run, c.n_here);
-    let_next();
-    c.cluster.sync(); /* all blocks have begun: their memory may be written */
-    before();
-    const uint32_t row = a.filtered[blockIdx.x / c.n_blocks];
+    const uint32_t row = a.filtered[i];
+    if (scratch_of(a, row).status == ROW_DONE) return;
     const td_sample_row r = a.rows[row];
     const float *logits = a.logits + (size_t)row * a.vocab;
     td_sample_top *top = a.top + (size_t)row * TD_SAMPLE_TOPS;
@@ -696,7 +509,6 @@ static __global__ void __launch_bounds__(THREADS, 2) sample_filtered(const filte
 
     uint32_t token = 0xffffffffu;
     double raw_sum = 1;
-    bool is_alone = false;
     if (in.n >= r.n_top && in.n > 0) {
         const bool is_raw = r.mask == TD_SAMPLE_NO_MASK && r.n_edits == 0 && r.temperature != 0;
         extent all = in;
@@ -731,12 +543,31 @@ static __global__ void __launch_bounds__(THREADS, 2) sample_filtered(const filte
             c.max = value_of(all.hi);
             c.scale = fminf(1.44269504f * inverse(r.temperature), FLT_MAX);
             const wish w = {r.top_k < all.n ? r.top_k : 0, is_raw ? r.n_top : 0, r.top_p, r.min_p, r.u};
-            token = choose(c, w, all, is_raw, raw_sum, top, is_alone);
+            token = choose(c, w, all, is_raw, raw_sum, top);
         }
     }
     if (c.rank == 0 && threadIdx.x == 0)
         a.out[row] = {(double)value_of(in.hi) + log(raw_sum), token == 0xffffffffu ? 0 : tame(logits[token]), token};
-    if (!is_alone) c.cluster.sync(); /* nobody leaves while others read its memory */
+    c.cluster.sync(); /* nobody goes on or leaves while others read its memory */
+}
+
+static __global__ void __launch_bounds__(THREADS, 2) sample_filtered(const filtered_args f)
+{
+    extern __shared__ __align__(16) uint8_t raw[];
+    const td_sample_args &a = f.a;
+    row_ctx c = {{}, cg::this_cluster(), *reinterpret_cast<filtered_smem *>(raw)};
+    c.rank = c.cluster.block_rank();
+    c.n_blocks = c.cluster.num_blocks();
+    c.turn = 0;
+    c.first_id = c.rank * f.chunk;
+    c.n_here = c.first_id < a.n_ids ? min(f.chunk, a.n_ids - c.first_id) : 0;
+    c.begin = min(threadIdx.x * f.run, c.n_here);
+    c.end = min(c.begin + f.run, c.n_here);
+    let_next();
+    c.cluster.sync(); /* all blocks have begun: their memory may be written */
+    before();
+    const uint32_t n_clusters = gridDim.x / c.n_blocks;
+    for (uint32_t i = blockIdx.x / c.n_blocks; i < a.n_filtered; i += n_clusters) draw_row(c, a, f, i);
 }
 
 enum td_status td_cuda_sample_filtered(cudaStream_t s, const struct td_sample_args *a)
@@ -756,7 +587,8 @@ enum td_status td_cuda_sample_filtered(cudaStream_t s, const struct td_sample_ar
     how[1].id = cudaLaunchAttributeClusterDimension;
     how[1].val.clusterDim = {n_blocks, 1, 1};
     cudaLaunchConfig_t cfg = {};
-    cfg.gridDim = dim3(a->n_filtered * n_blocks);
+    /* About as many as fit: most rows are done already, and blocks with so much memory take long to come up. */
+    cfg.gridDim = dim3(td_min_u32(a->n_filtered, AT_ONCE / n_blocks) * n_blocks);
     cfg.blockDim = dim3(THREADS);
     cfg.dynamicSmemBytes = bytes;
     cfg.stream = s;

@@ -49,6 +49,14 @@ enum td_status td_cuda_map_bytes(CUtensorMap *out, const void *base, uint64_t ro
     return encode_as(out, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_64B, base, 2, dims, strides, box);
 }
 
+enum td_status td_cuda_map_codes(CUtensorMap *out, const void *base, uint64_t rows, uint32_t cols, uint64_t ld,
+                                 uint32_t box_rows)
+{
+    const cuuint64_t dims[2] = {cols, rows}, strides[1] = {ld};
+    const cuuint32_t box[2] = {64, box_rows};
+    return encode_as(out, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_64B, base, 2, dims, strides, box);
+}
+
 enum td_status td_cuda_map_rows(CUtensorMap *out, const void *base, uint64_t rows, uint32_t cols, uint64_t ld,
                                 uint32_t box_rows)
 {

@@ -23,6 +23,19 @@ static void bench_invariant(void)
     td_bench_mode.is_short = 0;
 }
 
+/* --dense-weights fp8. */
+static void bench_fp8_weights(void)
+{
+    struct pair p;
+    if (!pair_open_as(&p, &(struct td_device_options){.backend = "cuda", .is_dense_fp8 = true})) return;
+    td_bench_mode.prefix = "FP8 weights: ";
+    td_bench_mode.is_fp8_weights = 1;
+    td_bench_dense(&p);
+    td_bench_mode.is_fp8_weights = 0;
+    td_bench_mode.prefix = "";
+    pair_close(&p);
+}
+
 /* only: the part whose peers run; "": all. The program lies beside the sources, or at the top of `make dist`. */
 static void beside_peers(const char *python, const char *only)
 {
@@ -92,6 +105,10 @@ int td_bench_kernels(int argc, char **argv)
         bench_invariant();
         n_run++;
     }
+    if (only[0] == '\0' || strcmp(only, "fp8_weights") == 0) {
+        bench_fp8_weights();
+        n_run++;
+    }
     bool is_peers = strcmp(only, "peers") == 0;
     if (td_bench_mode.row == NULL && !td_bench_mode.is_profile &&
         (only[0] == '\0' || is_peers || strcmp(only, "experts") == 0)) {
@@ -101,7 +118,7 @@ int td_bench_kernels(int argc, char **argv)
     if (n_run != 0) return 0;
     fprintf(stderr,
             "tandem-bench kernels: --only: \"%s\" is none of attention, dense, rows, sample, experts, invariant, "
-            "peers, profile\n",
+            "fp8_weights, peers, profile\n",
             only);
     return 2;
 }

@@ -16,6 +16,7 @@ struct td_bench_mode {
     const char *prefix; /* of every row */
     const char *row;    /* of the experts' rows, only those whose name has this in it; NULL: all */
     int is_short;       /* only the rows that show what a mode costs */
+    int is_fp8_weights; /* of the dense rows */
     int is_profile;     /* a few bare calls, for a profiler that counts launches */
 };
 extern struct td_bench_mode td_bench_mode;

@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/dense_format.h"
+
 struct dense {
     struct td_qkv_args qkv;
     struct td_lm_head_args head;
@@ -37,8 +39,12 @@ void td_bench_dense(struct pair *p)
     static const uint32_t rows[] = {1, 8, 16, 32, 64, 128, 2048, 8192};
     for (int k = 0; k < 4; k++) {
         struct dense d = {.which = shapes[k].which};
-        size_t n = (size_t)shapes[k].n_out * shapes[k].n_in;
-        uint32_t turns = td_bench_turns((double)n * 2), most = k == 3 ? 128 : 8192;
+        if (td_bench_mode.is_fp8_weights && k == 2) continue;
+        size_t n = (size_t)shapes[k].n_out * shapes[k].n_in,
+               bytes = td_bench_mode.is_fp8_weights
+                           ? (size_t)shapes[k].n_out * td_dense_fp8_row_bytes(shapes[k].n_in)
+                           : n * 2;
+        uint32_t turns = td_bench_turns((double)bytes), most = k == 3 ? 128 : 8192;
         float *bias;
         void *b;
         td_bench_gpu_must(p, td_device_alloc(p->gpu, shapes[k].n_out * 4ul, &b), "memory");
@@ -47,7 +53,7 @@ void td_bench_dense(struct pair *p)
         free(bias);
         for (uint32_t i = 0; i < turns; i++)
             d.w[i] = (struct td_weight){
-                .data = td_bench_values(p, n), .bias = b, .n_out = shapes[k].n_out, .n_in = shapes[k].n_in};
+                .data = td_bench_values(p, bytes / 2), .bias = b, .n_out = shapes[k].n_out, .n_in = shapes[k].n_in};
         void *x = td_bench_values(p, (size_t)most * shapes[k].n_in), *y, *cs = NULL, *pos = NULL, *page = NULL,
              *pool = NULL;
         td_bench_gpu_must(p, td_device_alloc(p->gpu, (size_t)most * shapes[k].n_out * 4, &y), "memory");
@@ -87,7 +93,7 @@ void td_bench_dense(struct pair *p)
             if (rows[r] > 1000)
                 td_bench_row_flops(what, s, 2.0 * rows[r] * (double)n);
             else
-                td_bench_row_bytes(what, s, 2.0 * (double)n);
+                td_bench_row_bytes(what, s, (double)bytes);
         }
         for (uint32_t i = 0; i < turns; i++) td_device_free(p->gpu, (void *)(uintptr_t)d.w[i].data);
         td_device_free(p->gpu, b);

@@ -31,7 +31,7 @@ void td_bench_sample(struct pair *p)
     td_bench_gpu_must(p, td_device_alloc(p->gpu, sizeof filtered, &list), "memory");
     td_bench_gpu_must(p, td_device_alloc(p->gpu, N * sizeof(struct td_sampled), &out), "memory");
     td_bench_gpu_must(p, td_device_alloc(p->gpu, N * TD_SAMPLE_TOPS * sizeof(struct td_sample_top), &top), "memory");
-    td_bench_gpu_must(p, td_device_alloc(p->gpu, (size_t)N * TD_SAMPLE_PARTS * 16, &parts), "memory");
+    td_bench_gpu_must(p, td_device_alloc(p->gpu, (size_t)N * TD_SAMPLE_SCRATCH, &parts), "memory");
     /* About normal, once as wide as a model's logits are, once much flatter than any. */
     float *h = malloc((size_t)N * V * sizeof *h);
     for (int wide = 1; wide >= 0; wide--) {

@@ -128,11 +128,11 @@ static void check_embed_and_rope(struct pair *p)
 
 /* ---- products ---- */
 
-static void check_linear(struct pair *p, uint32_t n_out, uint32_t n_in, const uint32_t *rows, size_t n)
+static void check_linear(struct pair *p, uint32_t n_out, uint32_t n_in, const uint32_t *rows, size_t n, double allowed)
 {
     char what[96];
     struct td_weight w, gw;
-    pair_weight(p, n_out, n_in, TD_ROWS_PLAIN, 0, 0.05f, &w, &gw);
+    pair_weight(p, n_out, n_in, TD_ROWS_DENSE, 0, 0.05f, &w, &gw);
     for (size_t i = 0; i < n; i++) {
         uint32_t n_rows = rows[i];
         struct both x = pair_values(p, ACT, (size_t)n_rows * n_in, 1), y = pair_out(p, F32, (size_t)n_rows * n_out);
@@ -140,7 +140,7 @@ static void check_linear(struct pair *p, uint32_t n_out, uint32_t n_in, const ui
         struct td_o_proj_args g = {.x = (float *)(void *)x.gpu, .w = gw, .y = (float *)(void *)y.gpu, .n_rows = n_rows};
         pair_status(p, p->cpu_ops->lm_head(p->cpu_stream, &a), p->gpu_ops->o_proj(p->gpu_stream, &g), "o_proj");
         snprintf(what, sizeof what, "product of %u rows, %u -> %u", n_rows, n_in, n_out);
-        pair_compare(p, &y, n_out, SUMMED, what);
+        pair_compare(p, &y, n_out, allowed, what);
     }
     pair_free_all(p);
 }
@@ -176,7 +176,7 @@ static void check_qkv(struct pair *p, struct kv_shape k, uint32_t hidden, uint32
                                    .page_tokens = k.page_tokens,
                                    .dtype = dtype_of(k)};
     struct td_weight w, gw;
-    pair_weight(p, (k.n_heads + 2 * k.n_kv_heads) * 64, hidden, TD_ROWS_PLAIN, 1, 0.05f, &w, &gw);
+    pair_weight(p, (k.n_heads + 2 * k.n_kv_heads) * 64, hidden, TD_ROWS_DENSE, 1, 0.05f, &w, &gw);
     uint32_t *pos = malloc(n_rows * sizeof *pos), *page = malloc(n_rows * sizeof *page);
     for (uint32_t i = 0; i < n_rows; i++) { /* each row has a place of its own */
         pos[i] = 1000 * (i % 3) / k.page_tokens * k.page_tokens + i % k.page_tokens;
@@ -237,6 +237,43 @@ static void check_qkv(struct pair *p, struct kv_shape k, uint32_t hidden, uint32
     free(pos);
     free(page);
     pair_free_all(p);
+}
+
+/* Dense weights in FP8: exactly the products of bf16 where FP8 has the weights, and near them where it rounds. */
+static int check_dense_fp8(struct pair *main_pair, int is_batch_invariant, int is_short)
+{
+    static const uint32_t rows[] = {1, 3, 8, 9, 32, 64, 65, 128, 129, 300}, few[] = {1, 40}, fewer[] = {8, 9, 129};
+    struct pair p;
+    if (!pair_open_as(&p, &(struct td_device_options){
+                              .backend = "cuda", .is_dense_fp8 = true, .is_batch_invariant = is_batch_invariant}))
+        return 0;
+    p.is_e4m3 = 1;
+    if (is_short) {
+        check_linear(&p, 288, 1024, fewer, COUNT(fewer), SUMMED);
+        for (size_t i = 0; i < COUNT(fewer); i++)
+            check_qkv(&p, (struct kv_shape){16, 8, 64, 0}, 288, fewer[i], TD_QKV_Q | TD_QKV_KV);
+        goto out;
+    }
+    check_linear(&p, 288, 1024, rows, COUNT(rows), SUMMED);
+    check_linear(&p, 2048, 288, rows, COUNT(rows), SUMMED);
+    check_linear(&p, 2880, 4096, rows, COUNT(rows), SUMMED);
+    check_linear(&p, 40, 368, rows, COUNT(rows), SUMMED);
+    check_linear(&p, 33920, 288, few, COUNT(few), SUMMED);
+    for (size_t i = 0; i < COUNT(rows); i++) {
+        check_qkv(&p, (struct kv_shape){16, 8, 64, 0}, 288, rows[i], TD_QKV_Q | TD_QKV_KV);
+        check_qkv(&p, (struct kv_shape){64, 8, 64, 0}, 2880, rows[i], TD_QKV_Q | TD_QKV_KV);
+        check_qkv(&p, (struct kv_shape){64, 8, 48, 1}, 288, rows[i], TD_QKV_KV);
+        check_qkv(&p, (struct kv_shape){16, 8, 16, 0}, 288, rows[i], TD_QKV_Q);
+    }
+    p.is_e4m3 = 0;
+    check_linear(&p, 2880, 4096, rows, COUNT(rows), 3e-2);
+    check_goldens(&p);
+    pair_report(&p, is_batch_invariant ? "dense weights in FP8, batch-invariant" : "dense weights in FP8");
+out:
+    main_pair->n_checks += p.n_checks;
+    main_pair->n_failed += p.n_failed;
+    pair_close(&p);
+    return 1;
 }
 
 /* ---- experts ---- */
@@ -636,13 +673,13 @@ int main(int argc, char **argv)
     if (WANTED("product")) {
         static const uint32_t rows[] = {1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 200},
                               few[] = {1, 5, 40};
-        check_linear(&p, 288, 1024, rows, COUNT(rows));
-        check_linear(&p, 2048, 288, rows, COUNT(rows));
-        check_linear(&p, 2880, 4096, rows, COUNT(rows));
-        check_linear(&p, 40, 360, rows, COUNT(rows));
-        check_linear(&p, 201088, 2880, few, COUNT(few));
+        check_linear(&p, 288, 1024, rows, COUNT(rows), SUMMED);
+        check_linear(&p, 2048, 288, rows, COUNT(rows), SUMMED);
+        check_linear(&p, 2880, 4096, rows, COUNT(rows), SUMMED);
+        check_linear(&p, 40, 360, rows, COUNT(rows), SUMMED);
+        check_linear(&p, 201088, 2880, few, COUNT(few), SUMMED);
         static const uint32_t lots[] = {4500};
-        check_linear(&p, 5120, 288, lots, 1); /* the widest tiles */
+        check_linear(&p, 5120, 288, lots, 1, SUMMED); /* the widest tiles */
         pair_report(&p, "products");
     }
     if (WANTED("moves")) {
@@ -663,6 +700,7 @@ int main(int argc, char **argv)
         check_qkv(&p, (struct kv_shape){64, 8, 256, 0}, 288, 4500, TD_QKV_Q | TD_QKV_KV);
         pair_report(&p, "qkv");
     }
+    if (WANTED("dense_fp8") && (!check_dense_fp8(&p, 0, 0) || !check_dense_fp8(&p, 1, 0))) return 1;
     if (WANTED("moe")) {
         static const uint32_t rows[] = {1, 2, 8, 9, 32, 33, 64, 65, 200};
         for (size_t i = 0; i < COUNT(rows); i++) {
@@ -714,7 +752,7 @@ int main(int argc, char **argv)
                                 mixed[] = {{0, 130}, {190, 1}, {100, 40}};
         check_rows(&p, 3, 288);
         check_embed_and_rope(&p);
-        check_linear(&p, 288, 1024, rows, COUNT(rows));
+        check_linear(&p, 288, 1024, rows, COUNT(rows), SUMMED);
         for (size_t i = 0; i < COUNT(rows); i++) {
             check_qkv(&p, (struct kv_shape){16, 8, 64, 0}, 288, rows[i], TD_QKV_Q | TD_QKV_KV);
             check_moe(&p, (struct moe_shape){288, 320, 8, rows[i], 0, 0}, NO_MOE_TRAP);
@@ -727,6 +765,7 @@ int main(int argc, char **argv)
                 check_attention_of(&p, (struct kv_shape){16, 8, 16, 1}, 0, mixed, COUNT(mixed), "of both", NO_TRAP);
         }
         check_few_draws(&p);
+        if (!check_dense_fp8(&p, 0, 1)) return 1;
         pair_report(&p, "a few of all");
     }
     printf("%u checks, %u failed\n", p.n_checks, p.n_failed);

@@ -274,7 +274,7 @@ static void check(struct pair *p, uint32_t vocab, uint32_t n_ids, uint32_t n_row
                 masks = pair_raw(p, q->masks, ((size_t)q->n_masks + 1) * 4),
                 out = pair_out(p, RAW, n_rows * sizeof(struct td_sampled)),
                 top = pair_out(p, RAW, n_rows * TD_SAMPLE_TOPS * sizeof(struct td_sample_top)),
-                parts = pair_out(p, RAW, (size_t)n_rows * TD_SAMPLE_PARTS * 16);
+                parts = pair_out(p, RAW, (size_t)n_rows * TD_SAMPLE_SCRATCH);
     if (q->n_masks > 0) masks = pair_raw(p, q->masks, (size_t)q->n_masks * q->mask_words * 4);
     struct td_sample_args a = {.logits = (float *)(void *)logits.gpu,
                                .rows = (void *)rows.gpu,

@@ -167,6 +167,10 @@ void pair_weight(struct pair *p, uint32_t n_out, uint32_t n_in, enum td_row_orde
     float *bias = malloc(n_out * sizeof *bias);
     if (w == NULL || bias == NULL) must(TD_E_NO_MEMORY, "a matrix");
     for (size_t i = 0; i < n; i++) w[i] = to_bf16(pair_random(p) * scale);
+    for (size_t i = 0; i < n && p->is_e4m3 && order == TD_ROWS_DENSE; i++) { /* rows with a scale of 2^-11 */
+        float v = from_bf16(w[i]) * 2048.0f;
+        w[i] = to_bf16(td_e4m3_decode(td_e4m3_encode(i % n_in == 5 ? 448.0f : v)) / 2048.0f);
+    }
     for (uint32_t i = 0; i < n_out; i++) bias[i] = from_bf16(to_bf16(pair_random(p)));
     struct td_pack_weight_args a = {.source = TD_SRC_BF16_ROWS,
                                     .order = order,

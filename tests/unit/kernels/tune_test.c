@@ -44,15 +44,48 @@ static void grouped_rows_get_tiles_of_128_rows(void **state)
 static void some_rows_divide_k_so_that_all_multiprocessors_read(void **state)
 {
     (void)state;
-    assert_int_equal(td_product_split(32, 5120, 2880, SMS, false), 3);
+    assert_int_equal(td_product_split(32, 5120, 2880, SMS, false), 1); /* 80 tiles: whole ones fill the card better */
     assert_int_equal(td_product_split(32, 2880, 4096, SMS, false), 3);
-    assert_int_equal(td_product_split(128, 2880, 4096, SMS, false), 2);
+    assert_int_equal(td_product_split(128, 2880, 4096, SMS, false), 1);
     assert_int_equal(td_product_split(32, 128, 2880, SMS, false), 6);
     assert_int_equal(td_product_split(128, 5120, 2880, SMS, false), 1);
     assert_int_equal(td_product_split(129, 2880, 4096, SMS, false), 1);
     assert_int_equal(td_product_split(32, 201088, 2880, SMS, false), 1);
     assert_int_equal(td_product_split(32, 2048, 288, SMS, false), 1);
     assert_int_equal(td_product_split(32, 5120, 2880, SMS, true), 1);
+}
+
+static void a_few_rows_get_a_block_of_columns_a_multiprocessor(void **state)
+{
+    (void)state;
+    assert_int_equal(td_product_few(1, 5120, 2880, SMS, false), 40);
+    assert_int_equal(td_product_few(8, 2880, 4096, SMS, false), 24);
+    assert_int_equal(td_product_few(8, 128, 2880, SMS, false), 8);
+    assert_int_equal(td_product_few(9, 5120, 2880, SMS, false), 0);
+    assert_int_equal(td_product_few(8, 5120, 4096, SMS, false), 0); /* its share of W does not fit */
+    assert_int_equal(td_product_few(1, 201088, 2880, SMS, false), 0);
+    assert_int_equal(td_product_few(1, 2052, 2880, SMS, false), 0); /* eight columns at a time */
+    assert_int_equal(td_product_few(1, 5120, 2880, SMS, true), 0);
+}
+
+static void weights_in_fp8_have_a_kernel_for_every_shape(void **state)
+{
+    (void)state;
+    assert_int_equal(td_product_fp8(1, 5120, 2880, SMS, false), TD_FP8_FEW_40);
+    assert_int_equal(td_product_fp8(8, 2880, 4096, SMS, false), TD_FP8_FEW_24);
+    assert_int_equal(td_product_fp8(8, 201088, 2880, SMS, false), TD_FP8_FEW_40);
+    assert_int_equal(td_product_fp8(8, 5120, 2880, SMS, true), TD_FP8_64x32);
+    assert_int_equal(td_product_fp8(32, 5120, 2880, SMS, false), TD_FP8_64x32);
+    assert_int_equal(td_product_fp8(64, 201088, 2880, SMS, false), TD_FP8_64x128);
+    assert_int_equal(td_product_fp8(65, 5120, 2880, SMS, false), TD_FP8_128x128);
+}
+
+static void many_rows_of_one_matrix_go_in_pairs(void **state)
+{
+    (void)state;
+    assert_true(td_product_is_paired(2048, 5120));
+    assert_false(td_product_is_paired(128, 5120));
+    assert_false(td_product_is_paired(2048, 128));
 }
 
 static void rows_that_must_not_depend_on_their_company_never_take_the_kernel_for_few(void **state)
@@ -75,6 +108,9 @@ int main(void)
         cmocka_unit_test(few_rows_get_narrow_tiles_and_many_get_wide_ones),
         cmocka_unit_test(grouped_rows_get_tiles_of_128_rows),
         cmocka_unit_test(some_rows_divide_k_so_that_all_multiprocessors_read),
+        cmocka_unit_test(a_few_rows_get_a_block_of_columns_a_multiprocessor),
+        cmocka_unit_test(weights_in_fp8_have_a_kernel_for_every_shape),
+        cmocka_unit_test(many_rows_of_one_matrix_go_in_pairs),
         cmocka_unit_test(rows_that_must_not_depend_on_their_company_never_take_the_kernel_for_few),
     };
     return cmocka_run_group_tests_name("kernels/tune", tests, NULL, NULL);
