@@ -30,6 +30,8 @@ enum td_status td_worker_check_device(const struct td_config *c, struct td_err *
                    ? TD_OK
                    : td_err_set(err, TD_E_BAD_CONFIG,
                                 "--moe-weights: \"%s\" needs --device cuda; on the CPU they are bf16", c->moe_weights);
+    if (c->batch_invariant && strcmp(c->dense_weights, "bf16") != 0)
+        return td_err_set(err, TD_E_BAD_CONFIG, "--batch-invariant: works with --dense-weights bf16 only");
     if (c->tp != 1)
         return td_err_set(err, TD_E_BAD_CONFIG, "--tp: %u ranks need a GPU each; with --device %s only 1 works", c->tp,
                           c->device);

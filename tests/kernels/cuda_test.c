@@ -240,13 +240,11 @@ static void check_qkv(struct pair *p, struct kv_shape k, uint32_t hidden, uint32
 }
 
 /* Dense weights in FP8: exactly the products of bf16 where FP8 has the weights, and near them where it rounds. */
-static int check_dense_fp8(struct pair *main_pair, int is_batch_invariant, int is_short)
+static int check_dense_fp8(struct pair *main_pair, int is_short)
 {
     static const uint32_t rows[] = {1, 3, 8, 9, 32, 64, 65, 128, 129, 300}, few[] = {1, 40}, fewer[] = {8, 9, 129};
     struct pair p;
-    if (!pair_open_as(&p, &(struct td_device_options){
-                              .backend = "cuda", .is_dense_fp8 = true, .is_batch_invariant = is_batch_invariant}))
-        return 0;
+    if (!pair_open_as(&p, &(struct td_device_options){.backend = "cuda", .is_dense_fp8 = true})) return 0;
     p.is_e4m3 = 1;
     if (is_short) {
         check_linear(&p, 288, 1024, fewer, COUNT(fewer), SUMMED);
@@ -267,8 +265,9 @@ static int check_dense_fp8(struct pair *main_pair, int is_batch_invariant, int i
     }
     p.is_e4m3 = 0;
     check_linear(&p, 2880, 4096, rows, COUNT(rows), 3e-2);
+    p.kl_slack = 4; /* of rounded weights; 2.5 was seen */
     check_goldens(&p);
-    pair_report(&p, is_batch_invariant ? "dense weights in FP8, batch-invariant" : "dense weights in FP8");
+    pair_report(&p, "dense weights in FP8");
 out:
     main_pair->n_checks += p.n_checks;
     main_pair->n_failed += p.n_failed;
@@ -700,7 +699,7 @@ int main(int argc, char **argv)
         check_qkv(&p, (struct kv_shape){64, 8, 256, 0}, 288, 4500, TD_QKV_Q | TD_QKV_KV);
         pair_report(&p, "qkv");
     }
-    if (WANTED("dense_fp8") && (!check_dense_fp8(&p, 0, 0) || !check_dense_fp8(&p, 1, 0))) return 1;
+    if (WANTED("dense_fp8") && !check_dense_fp8(&p, 0)) return 1;
     if (WANTED("moe")) {
         static const uint32_t rows[] = {1, 2, 8, 9, 32, 33, 64, 65, 200};
         for (size_t i = 0; i < COUNT(rows); i++) {
@@ -765,7 +764,7 @@ int main(int argc, char **argv)
                 check_attention_of(&p, (struct kv_shape){16, 8, 16, 1}, 0, mixed, COUNT(mixed), "of both", NO_TRAP);
         }
         check_few_draws(&p);
-        if (!check_dense_fp8(&p, 0, 1)) return 1;
+        if (!check_dense_fp8(&p, 1)) return 1;
         pair_report(&p, "a few of all");
     }
     printf("%u checks, %u failed\n", p.n_checks, p.n_failed);

@@ -29,7 +29,8 @@ struct pair {
     struct td_stream *cpu_stream, *gpu_stream;
     const struct td_ops *cpu_ops, *gpu_ops;
     uint64_t seed;
-    int is_e4m3; /* weights of order DENSE are values that FP8 has exactly */
+    double kl_slack; /* the small checkpoint's logits may diverge so many times as far; 0: once */
+    int is_e4m3;     /* weights of order DENSE are values that FP8 has exactly */
     uint32_t n_checks, n_failed;
     bool is_quiet;        /* failures are expected: count them only */
     double worst;         /* share of the allowance, of the current op */
