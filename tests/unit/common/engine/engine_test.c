@@ -176,10 +176,11 @@ static void a_batch_goes_on_from_what_the_one_before_it_draws(void **state)
         if (round == 0) continue;
         assert_int_equal(td_engine_submit(f.engine, &b[0]), TD_OK);
         assert_int_equal(td_engine_submit(f.engine, &b[1]), TD_OK);
-        for (f.stop_after = 1; f.stop_after <= 3; f.stop_after++) {
-            assert_int_equal(td_loop_run(f.loop), TD_OK);
-            if (f.stop_after == 1) assert_int_equal(td_engine_submit(f.engine, &b[2]), TD_OK);
-        }
+        f.stop_after = 1; /* the second may be done as well when the loop comes to stop */
+        assert_int_equal(td_loop_run(f.loop), TD_OK);
+        assert_int_equal(td_engine_submit(f.engine, &b[2]), TD_OK);
+        f.stop_after = 3;
+        assert_int_equal(td_loop_run(f.loop), TD_OK);
         for (uint32_t k = 0; k < 3; k++)
             for (uint32_t i = 0; i < 2; i++) assert_int_equal(segs[k][i].token, want[k][k % 2 == 0 ? i : 1 - i]);
     }
