@@ -113,6 +113,11 @@ struct td_expert_layout;
 enum td_status td_cuda_moe_bf16_products(const struct td_cuda_stream *s, const struct td_moe_args *a,
                                          const struct moe_scratch *z, const struct td_expert_layout *up,
                                          const struct td_expert_layout *down, uint32_t begin);
+/* What follows routing where experts have many rows each. */
+enum td_status td_cuda_moe_many_quantise(const struct td_cuda_stream *s, const struct td_moe_args *a,
+                                         const struct moe_scratch *z, uint32_t begin, uint32_t n);
+enum td_status td_cuda_moe_many(const struct td_cuda_stream *s, const struct td_moe_args *a, const struct moe_scratch *z,
+                                const struct td_expert_layout *up, const struct td_expert_layout *down, uint32_t begin);
 enum td_status td_cuda_pack_expert(struct td_stream *s, enum td_expert_form form, const struct td_pack_weight_args *a);
 
 #define X(op, meaning) enum td_status td_cuda_##op(struct td_stream *s, const struct td_##op##_args *a);

@@ -41,7 +41,8 @@ struct expert_gemm {
     uint32_t pieces; /* of k; several only for an epilogue that keeps them apart */
 };
 
-/* gate * sigmoid(alpha * gate) * (up + 1), clamped first. A NaN stays one. */
+/* gate * sigmoid(alpha * gate) * (up + 1), clamped first. A NaN stays one. IS_FAST: the division by a reciprocal. */
+template <bool IS_FAST = false>
 static __device__ __forceinline__ float activate(float gate, float up, float alpha, float limit)
 {
     const float plus = TRAP(FP8_NO_PLUS_ONE) ? 0.0f : 1.0f;
@@ -49,7 +50,8 @@ static __device__ __forceinline__ float activate(float gate, float up, float alp
     gate = gate > gate_high ? gate_high : gate;
     if (TRAP(FP8_CLAMP_BELOW)) gate = fmaxf(gate, -limit);
     up = up > high ? high : up < -high ? -high : up;
-    float act = gate / (1.0f + __expf(-alpha * gate));
+    const float below = 1.0f + __expf(-alpha * gate);
+    float act = IS_FAST ? __fdividef(gate, below) : gate / below;
     if (TRAP(FP8_CLAMP_LATE)) act = fminf(act, limit);
     return act * (up + plus);
 }

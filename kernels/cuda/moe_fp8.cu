@@ -182,8 +182,7 @@ static cudaError_t experts_of(const struct td_cuda_stream *s, const expert_gemm 
     switch (tile_rows) {
     case 16: return experts_start<16, FORM>(s, g, n_items, store);
     case 32: return experts_start<32, FORM>(s, g, n_items, store);
-    case 64: return experts_start<64, FORM>(s, g, n_items, store);
-    default: return experts_start<128, FORM>(s, g, n_items, store);
+    default: return experts_start<MOE_FIXED_TILE, FORM>(s, g, n_items, store);
     }
 }
 
@@ -329,6 +328,10 @@ enum td_status td_cuda_moe_fp8(struct td_cuda_stream *s, enum td_expert_form for
     if (st != TD_OK || n == 0) return st;
     if (d->has_bf16_activations) return td_cuda_moe_bf16_products(s, a, &z, &up, &down, begin);
 
+    if (z.tile_rows == MOE_MANY_TILE) {
+        st = td_cuda_moe_many_quantise(s, a, &z, begin, n);
+        return st != TD_OK || a->is_routing_only ? st : td_cuda_moe_many(s, a, &z, &up, &down, begin);
+    }
     const uint32_t rows = z.n_tiles * z.tile_rows;
     cudaError_t e = launch(quantise<td_bf16>, quant_grid(rows, up.k_tiles), QUANT_THREADS, 0, s->s, (const td_bf16 *)a->x, z.sorted, a->top_k,
                            z.tile_rows, a->hidden, up.k_tiles, z.x, z.sx);

@@ -12,6 +12,7 @@ struct slot_tile {
 
 struct sorted {
     uint32_t *slot_of;       /* [tiles * tile_rows] the slot at a padded row; nothing where a tile has no row */
+    uint32_t *padded_of;     /* [slots] where a slot is in that order, if its expert is here; may be NULL */
     struct slot_tile *tiles; /* [n_tiles] */
     uint32_t *n_tiles;
 };
@@ -21,13 +22,14 @@ struct moe_scratch {
     struct sorted sorted;
     uint8_t *x, *u_codes; /* [tiles][k_tiles][tile_rows][128] E4M3, swizzled */
     float *sx, *su;       /* [tiles][k_tiles][tile_rows] */
-    uint16_t *u;          /* [tiles * tile_rows][I] f16; not for the smallest tiles */
+    uint16_t *u;          /* [tiles * tile_rows][I] f16; not for the smallest tiles nor the largest */
     float *parts;         /* [pieces][tiles * tile_rows][rows of W], for the smallest tiles */
     uint32_t tile_rows, n_tiles;
     size_t bytes;
 };
 
 #define MOE_SMALLEST_TILE 8u
+#define MOE_MANY_TILE     128u
 #define MOE_FIXED_TILE    64u /* of every batch, where rows must not depend on their company */
 #define MOE_BF16_FEW      16u /* the two tiles of bf16 activations */
 #define MOE_BF16_MANY     64u
@@ -42,7 +44,7 @@ static inline uint32_t moe_tile_rows(uint32_t n_rows, uint32_t top_k, uint32_t n
 {
     static const struct {
         uint32_t per_expert, tile_rows;
-    } regimes[] = {{5, 16}, {18, 32}, {48, 64}, {UINT32_MAX, 128}};
+    } regimes[] = {{5, 16}, {18, 32}, {UINT32_MAX, MOE_MANY_TILE}};
     if (n_rows <= MOE_SMALLEST_TILE) return MOE_SMALLEST_TILE; /* an expert has each row once at most */
     uint32_t per_expert = (n_rows * top_k + n_experts - 1) / n_experts, i = 0;
     while (per_expert > regimes[i].per_expert) i++;
@@ -77,10 +79,11 @@ static inline struct moe_scratch moe_lay_out_tiles(char *base, uint32_t tile_row
     z.u_codes = (uint8_t *)moe_take(base, &at, rows * ki * TD_XT);
     z.sx = (float *)moe_take(base, &at, rows * kh * sizeof(float));
     z.su = (float *)moe_take(base, &at, rows * ki * sizeof(float));
-    z.u = (uint16_t *)moe_take(base, &at, is_small ? 0 : rows * intermediate * sizeof(uint16_t));
+    z.u = (uint16_t *)moe_take(base, &at, is_small || z.tile_rows == MOE_MANY_TILE ? 0 : rows * intermediate * sizeof(uint16_t));
     z.logits = (float *)moe_take(
         base, &at, (size_t)n_rows * n_experts * sizeof(float) * (n_rows > MOE_FEW_ROWS ? 1 : MOE_ROUTER_SLICES));
     z.sorted.slot_of = (uint32_t *)moe_take(base, &at, rows * sizeof(uint32_t));
+    z.sorted.padded_of = (uint32_t *)moe_take(base, &at, slots * sizeof(uint32_t));
     z.sorted.tiles = (struct slot_tile *)moe_take(base, &at, z.n_tiles * sizeof(struct slot_tile));
     z.sorted.n_tiles = (uint32_t *)moe_take(base, &at, sizeof(uint32_t));
     z.parts = (float *)moe_take(base, &at, !is_small ? 0 : one_piece > MOE_PARTS_BYTES ? one_piece : MOE_PARTS_BYTES);

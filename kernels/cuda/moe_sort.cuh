@@ -82,7 +82,11 @@ static __device__ __forceinline__ void sort_in_block(uint32_t mine, uint32_t n_s
         if (lane == 0) *out.n_tiles = total;
     }
     __syncthreads();
-    if (mine < n_mine) out.slot_of[tile_of[mine] * tile_rows + rank] = threadIdx.x;
+    if (mine < n_mine) {
+        const uint32_t p = tile_of[mine] * tile_rows + rank;
+        out.slot_of[p] = threadIdx.x;
+        if (out.padded_of != nullptr) out.padded_of[threadIdx.x] = p;
+    }
     for (uint32_t e = threadIdx.x; e < n_mine; e += SORT_THREADS) write_tiles(out, tile_of[e], e, count[e], tile_rows);
 }
 
@@ -181,7 +185,9 @@ static __global__ void __launch_bounds__(SORT_THREADS)
     }
     if (n != 0)
         each([&](uint32_t slot, uint32_t id) {
-            if (id - e_begin == e) out.slot_of[row + rank++] = slot;
+            if (id - e_begin != e) return;
+            if (out.padded_of != nullptr) out.padded_of[slot] = row + rank;
+            out.slot_of[row + rank++] = slot;
         });
 }
 
