@@ -5,8 +5,8 @@
  * MXFP4 is widened in registers on its way.
  *
  * Work is dealt out so that multiprocessors do not ask for the same bytes at once: with few tokens each block has a run of
- * row tiles of its own, with many those that run together share tiles in groups of 8 by 16 or so. Few tokens leave too little
- * work for all multiprocessors: then k is cut into pieces, whose sums a later kernel adds in their order.
+ * row tiles of its own. They leave too little work for all multiprocessors: then k is cut into pieces, whose sums a later
+ * kernel adds in their order. Many tokens an expert: moe_many.cuh.
  *
  * The lists of tiles were written two kernels earlier at least, so they and W are read before before(). */
 #ifndef TD_KERNELS_CUDA_MOE_EXPERTS_CUH
