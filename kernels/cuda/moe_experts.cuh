@@ -56,6 +56,13 @@ static __device__ __forceinline__ float activate(float gate, float up, float alp
     return act * (up + plus);
 }
 
+static __device__ __forceinline__ uint32_t two_codes(float lo, float hi)
+{
+    uint16_t out;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(hi), "f"(lo));
+    return out;
+}
+
 /* The activation in f16, which holds it to 2^-12. */
 struct expert_up {
     __half *u; /* [padded row][n_units] */
@@ -67,21 +74,6 @@ struct expert_up {
         uint32_t unit = w_row / 16 * 8 + w_row % 8;
         if (unit < n_units)
             u[(size_t)padded_row * n_units + unit] = __float2half_rn(activate(gate, up, alpha, limit));
-    }
-};
-
-/* Sums as they are, of every piece of k, for a later kernel to add. */
-struct expert_parts {
-    float *parts; /* [pieces][padded row][n_rows] */
-    size_t piece_step;
-    uint32_t n_rows;
-
-    __device__ __forceinline__ void operator()(uint32_t padded_row, uint32_t piece, uint32_t w_row, float a, float b) const
-    {
-        float *to = parts + piece * piece_step + (size_t)padded_row * n_rows + w_row;
-        if (w_row >= n_rows) return;
-        to[0] = a;
-        to[8] = b;
     }
 };
 

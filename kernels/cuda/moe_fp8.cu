@@ -1,23 +1,10 @@
 /* The routed MLP with weights in FP8 or MXFP4: router, top k, slots sorted into tiles, activations to E4M3 by groups of 128,
  * two grouped products. All counts stay on the device, so a graph holds for any routing. NOTES.md tells how it came about. */
-#include "kernels/cuda/moe_experts.cuh"
+#include "kernels/cuda/moe_few.cuh"
 #include "kernels/cuda/moe_sort.cuh"
 #include "kernels/cuda/product.cuh"
 
 #define MAX_LIMIT       200.0f /* |u| is at most limit * (limit + 1), and has to stay within f16 */
-
-/* Into how many pieces k is cut: so that work divides evenly among multiprocessors. */
-static uint32_t pieces_for(uint32_t items, uint32_t k_tiles, uint32_t n_sms, size_t piece_bytes)
-{
-    uint32_t best = 1;
-    double best_cost = 0;
-    for (uint32_t p = 1; p <= 8 && p <= k_tiles; p *= 2) {
-        if (p * piece_bytes > MOE_PARTS_BYTES) break;
-        double cost = (double)td_ceil_div(items * p, n_sms) / p * (1 + 0.01 * p);
-        if (p == 1 || cost < best_cost) best = p, best_cost = cost;
-    }
-    return best;
-}
 
 /* ---- scratch ---- */
 
@@ -59,13 +46,6 @@ static __device__ __forceinline__ float4 load_four(const __half *p)
     return make_float4(a.x, a.y, b.x, b.y);
 }
 
-static __device__ __forceinline__ uint32_t two_codes(float lo, float hi)
-{
-    uint16_t out;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(hi), "f"(lo));
-    return out;
-}
-
 #define QUANT_THREADS 256
 
 /* A warp's 128 values, four a lane, as row r of a tile of tile_rows rows. */
@@ -81,14 +61,17 @@ static __device__ __forceinline__ void write_group(float4 v, uint32_t r, uint32_
     if (lane == 0) scales[r] = scale;
 }
 
-/* Block (padded row, some groups), a warp a group of 128. With top_k 0 rows are taken as they lie, else as their slots say. */
+/* Block (padded row, some groups), a warp a group of 128. With top_k 0 rows are taken as they lie, else as their slots say.
+ * flags: become zero. */
 template <class From>
 static __global__ void __launch_bounds__(QUANT_THREADS)
     quantise(const From *from, const struct sorted sorted, uint32_t top_k, uint32_t tile_rows, uint32_t width,
-             uint32_t k_tiles, uint8_t *codes, float *scales)
+             uint32_t k_tiles, uint8_t *codes, float *scales, uint32_t *flags, uint32_t n_flags)
 {
     before();
     let_next();
+    if (blockIdx.x == 0 && blockIdx.y == 0)
+        for (uint32_t i = threadIdx.x; i < n_flags; i += QUANT_THREADS) flags[i] = 0;
     const uint32_t tile = blockIdx.x / tile_rows, r = blockIdx.x % tile_rows;
     if (tile >= *sorted.n_tiles || r >= sorted.tiles[tile].n) return;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -100,60 +83,6 @@ static __global__ void __launch_bounds__(QUANT_THREADS)
         const size_t to = ((size_t)tile * k_tiles + k) * tile_rows;
         write_group(v, r, tile_rows, codes + to * TD_XT, scales + to);
     }
-}
-
-struct part_sums {
-    const float *parts;
-    size_t piece_step;
-    uint32_t n_pieces, n_rows;
-
-    /* Four consecutive rows of W. */
-    __device__ __forceinline__ float4 sum(uint32_t padded_row, uint32_t w_row) const
-    {
-        const float *from = parts + (size_t)padded_row * n_rows + w_row;
-        float4 s = *(const float4 *)from;
-#pragma unroll 8
-        for (uint32_t p = 1; p < n_pieces; p++) {
-            float4 v = *(const float4 *)(from + p * piece_step);
-            s.x += v.x, s.y += v.y, s.z += v.z, s.w += v.w;
-        }
-        return s;
-    }
-};
-
-/* The first product's pieces become the second's input. Blocks as above. */
-static __global__ void __launch_bounds__(QUANT_THREADS)
-    activate_parts(const part_sums from, const struct sorted sorted, uint32_t tile_rows, uint32_t n_units, uint32_t k_tiles,
-                   float alpha, float limit, uint8_t *codes, float *scales)
-{
-    before();
-    let_next();
-    const uint32_t tile = blockIdx.x / tile_rows, r = blockIdx.x % tile_rows;
-    if (tile >= *sorted.n_tiles || r >= sorted.tiles[tile].n) return;
-    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (uint32_t k = blockIdx.y * (QUANT_THREADS / 32) + warp; k < k_tiles; k += gridDim.y * (QUANT_THREADS / 32)) {
-        const uint32_t unit = k * TD_XT + lane * 4, w_row = unit / 8 * 16 + unit % 8;
-        float4 v = make_float4(0, 0, 0, 0);
-        if (unit < n_units) {
-            float4 gate = from.sum(blockIdx.x, w_row), up = from.sum(blockIdx.x, w_row + 8);
-            v = make_float4(activate(gate.x, up.x, alpha, limit), activate(gate.y, up.y, alpha, limit),
-                            activate(gate.z, up.z, alpha, limit), activate(gate.w, up.w, alpha, limit));
-        }
-        const size_t to = ((size_t)tile * k_tiles + k) * tile_rows;
-        write_group(v, r, tile_rows, codes + to * TD_XT, scales + to);
-    }
-}
-
-/* The second product's pieces become y. Block (padded row, 1,024 columns). */
-static __global__ void __launch_bounds__(QUANT_THREADS)
-    sum_parts(const part_sums from, const struct sorted sorted, uint32_t tile_rows, uint32_t n_cols, float *y)
-{
-    before();
-    let_next();
-    const uint32_t tile = blockIdx.x / tile_rows, r = blockIdx.x % tile_rows;
-    const uint32_t col = (blockIdx.y * QUANT_THREADS + threadIdx.x) * 4;
-    if (tile >= *sorted.n_tiles || r >= sorted.tiles[tile].n || col >= n_cols) return;
-    *(float4 *)(y + (size_t)sorted.slot_of[blockIdx.x] * n_cols + col) = from.sum(blockIdx.x, col);
 }
 
 /* Few rows: a warp has one group. */
@@ -175,19 +104,8 @@ static cudaError_t experts_start(const struct td_cuda_stream *s, const expert_ge
     return launch(kernel, td_min_u32(n_items, (uint32_t)s->n_sms), EXPERT_THREADS(N), bytes, s->s, g, store);
 }
 
-template <td_expert_form FORM, class Epilogue>
-static cudaError_t experts_of(const struct td_cuda_stream *s, const expert_gemm &g, uint32_t n_items, uint32_t tile_rows,
-                              const Epilogue &store)
-{
-    switch (tile_rows) {
-    case 16: return experts_start<16, FORM>(s, g, n_items, store);
-    case 32: return experts_start<32, FORM>(s, g, n_items, store);
-    default: return experts_start<MOE_FIXED_TILE, FORM>(s, g, n_items, store);
-    }
-}
-
 static expert_gemm shape_of(const struct moe_scratch *z, const struct td_expert_layout *l, const struct td_weight *first,
-                            bool is_up, uint32_t pieces)
+                            bool is_up)
 {
     expert_gemm g = {};
     g.w = (const uint8_t *)first->data;
@@ -201,7 +119,7 @@ static expert_gemm shape_of(const struct moe_scratch *z, const struct td_expert_
     g.sx = is_up ? z->sx : z->su;
     g.tiles = z->sorted.tiles;
     g.n_tiles = z->sorted.n_tiles;
-    g.pieces = pieces;
+    g.pieces = 1;
     return g;
 }
 
@@ -210,23 +128,46 @@ static enum td_status product_of(const struct td_cuda_stream *s, const struct mo
                                  const struct td_expert_layout *l, const struct td_weight *first, bool is_up,
                                  const Epilogue &store, const char *what)
 {
-    const expert_gemm g = shape_of(z, l, first, is_up, 1);
+    const expert_gemm g = shape_of(z, l, first, is_up);
     const uint32_t n = z->n_tiles * l->row_tiles;
-    return td_cuda_status(l->form == TD_EXPERTS_FP8 ? experts_of<TD_EXPERTS_FP8>(s, g, n, z->tile_rows, store)
-                                                    : experts_of<TD_EXPERTS_MXFP4>(s, g, n, z->tile_rows, store),
+    return td_cuda_status(l->form == TD_EXPERTS_FP8 ? experts_start<MOE_FIXED_TILE, TD_EXPERTS_FP8>(s, g, n, store)
+                                                    : experts_start<MOE_FIXED_TILE, TD_EXPERTS_MXFP4>(s, g, n, store),
                           what);
 }
 
-static enum td_status parts_of(const struct td_cuda_stream *s, const struct moe_scratch *z, const struct td_expert_layout *l,
-                               const struct td_weight *first, bool is_up, const part_sums &to, const char *what)
+static few_product few_product_of(const struct td_expert_layout *l, const struct td_weight *first, const float *bias,
+                                  const uint8_t *x, const float *sx)
 {
-    const expert_gemm g = shape_of(z, l, first, is_up, to.n_pieces);
-    const expert_parts store = {z->parts, to.piece_step, to.n_rows};
-    const uint32_t n = z->n_tiles * l->row_tiles * to.n_pieces;
-    return td_cuda_status(l->form == TD_EXPERTS_FP8
-                              ? experts_start<MOE_SMALLEST_TILE, TD_EXPERTS_FP8>(s, g, n, store)
-                              : experts_start<MOE_SMALLEST_TILE, TD_EXPERTS_MXFP4>(s, g, n, store),
-                          what);
+    few_product p = {};
+    p.w = (const uint8_t *)first->data;
+    p.w_bytes = l->bytes;
+    p.scales_at = l->scales_at;
+    p.bias = bias;
+    p.n_rows = l->n_rows;
+    p.k_tiles = l->k_tiles;
+    p.n_items = td_ceil_div(l->n_rows, FEW_ROWS);
+    p.x = x;
+    p.sx = sx;
+    return p;
+}
+
+template <int N, td_expert_form FORM> static cudaError_t few_start(const struct td_cuda_stream *s, const few_experts &g)
+{
+    auto kernel = few_experts_kernel<N, FORM>;
+    const int bytes = (int)few_ring<N, FORM>::bytes;
+    cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (e != cudaSuccess) return e;
+    return launch(kernel, td_min_u32((uint32_t)s->n_sms, MOE_FEW_BLOCKS), FEW_THREADS, bytes, s->s, g);
+}
+
+template <td_expert_form FORM>
+static cudaError_t few_of(const struct td_cuda_stream *s, const few_experts &g, uint32_t tile_rows)
+{
+    switch (tile_rows) {
+    case 8: return few_start<8, FORM>(s, g);
+    case 16: return few_start<16, FORM>(s, g);
+    default: return few_start<32, FORM>(s, g);
+    }
 }
 
 /* This rank's experts: [begin, begin + n), one after another as the loader lays them out. */
@@ -285,28 +226,28 @@ static enum td_status route_rows(const struct td_cuda_stream *s, const struct td
     return td_cuda_status(e, "routing");
 }
 
-/* Both products in pieces of k, once the rows are routed and quantised. */
+/* Both products, once the rows are routed and quantised. */
 static enum td_status few_rows(const struct td_cuda_stream *s, const struct td_moe_args *a, const struct moe_scratch *z,
-                               const struct td_expert_layout *up, const struct td_expert_layout *down, uint32_t begin,
-                               uint32_t n)
+                               const struct td_expert_layout *up, const struct td_expert_layout *down, uint32_t begin)
 {
-    const uint32_t rows = z->n_tiles * z->tile_rows, tiles = td_min_u32(z->n_tiles, n);
-    const size_t up_step = (size_t)rows * up->n_rows, down_step = (size_t)rows * down->n_rows;
-    const uint32_t n_sms = (uint32_t)s->n_sms;
-    const uint32_t up_pieces = pieces_for(tiles * up->row_tiles, up->k_tiles, n_sms, up_step * sizeof(float)),
-                   down_pieces = pieces_for(tiles * down->row_tiles, down->k_tiles, n_sms, down_step * sizeof(float));
-    const part_sums up_in = {z->parts, up_step, up_pieces, up->n_rows},
-                    down_in = {z->parts, down_step, down_pieces, down->n_rows};
-    enum td_status st = parts_of(s, z, up, &a->gate_up[begin], true, up_in, "gate_up");
-    if (st != TD_OK) return st;
-    cudaError_t e = launch(activate_parts, quant_grid(rows, down->k_tiles), QUANT_THREADS, 0, s->s, up_in, z->sorted, z->tile_rows, a->intermediate,
-                           down->k_tiles, a->alpha, a->limit, z->u_codes, z->su);
-    if (e != cudaSuccess) return td_cuda_status(e, "activation");
-    st = parts_of(s, z, down, &a->down[begin], false, down_in, "down");
-    if (st != TD_OK) return st;
-    e = launch(sum_parts, dim3(rows, td_ceil_div(a->hidden, 4 * QUANT_THREADS)), QUANT_THREADS, 0, s->s, down_in, z->sorted,
-               z->tile_rows, a->hidden, a->y);
-    return td_cuda_status(e, "sums");
+    few_experts g = {};
+    g.up = few_product_of(up, &a->gate_up[begin], a->gate_up[begin].bias, z->x, z->sx);
+    g.down = few_product_of(down, &a->down[begin], nullptr, z->u_codes, z->su);
+    g.tiles = z->sorted.tiles;
+    g.n_tiles = z->sorted.n_tiles;
+    g.slot_of = z->sorted.slot_of;
+    g.u_codes = z->u_codes;
+    g.su = z->su;
+    g.n_units = a->intermediate;
+    g.alpha = a->alpha;
+    g.limit = a->limit;
+    g.y = a->y;
+    g.n_cols = a->hidden;
+    g.carries = z->carries;
+    g.flags = z->flags;
+    return td_cuda_status(up->form == TD_EXPERTS_FP8 ? few_of<TD_EXPERTS_FP8>(s, g, z->tile_rows)
+                                                     : few_of<TD_EXPERTS_MXFP4>(s, g, z->tile_rows),
+                          "experts");
 }
 
 enum td_status td_cuda_moe_fp8(struct td_cuda_stream *s, enum td_expert_form form, const struct td_moe_args *a)
@@ -334,15 +275,15 @@ enum td_status td_cuda_moe_fp8(struct td_cuda_stream *s, enum td_expert_form for
     }
     const uint32_t rows = z.n_tiles * z.tile_rows;
     cudaError_t e = launch(quantise<td_bf16>, quant_grid(rows, up.k_tiles), QUANT_THREADS, 0, s->s, (const td_bf16 *)a->x, z.sorted, a->top_k,
-                           z.tile_rows, a->hidden, up.k_tiles, z.x, z.sx);
+                           z.tile_rows, a->hidden, up.k_tiles, z.x, z.sx, z.flags, MOE_FEW_FLAGS);
     if (e != cudaSuccess) return td_cuda_status(e, "quantise");
     if (a->is_routing_only) return TD_OK;
-    if (z.tile_rows == MOE_SMALLEST_TILE) return few_rows(s, a, &z, &up, &down, begin, n);
+    if (z.tile_rows <= MOE_FEW_TILE) return few_rows(s, a, &z, &up, &down, begin);
     expert_up act = {(__half *)z.u, a->intermediate, a->alpha, a->limit};
     st = product_of(s, &z, &up, &a->gate_up[begin], true, act, "gate_up");
     if (st != TD_OK) return st;
     e = launch(quantise<__half>, quant_grid(rows, down.k_tiles), QUANT_THREADS, 0, s->s, (const __half *)z.u, z.sorted, 0u, z.tile_rows,
-               a->intermediate, down.k_tiles, z.u_codes, z.su);
+               a->intermediate, down.k_tiles, z.u_codes, z.su, z.flags, 0u);
     if (e != cudaSuccess) return td_cuda_status(e, "quantise");
     expert_down out = {a->y, z.sorted.slot_of, a->hidden};
     return product_of(s, &z, &down, &a->down[begin], false, out, "down");

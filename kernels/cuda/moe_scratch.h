@@ -22,8 +22,9 @@ struct moe_scratch {
     struct sorted sorted;
     uint8_t *x, *u_codes; /* [tiles][k_tiles][tile_rows][128] E4M3, swizzled */
     float *sx, *su;       /* [tiles][k_tiles][tile_rows] */
-    uint16_t *u;          /* [tiles * tile_rows][I] f16; not for the smallest tiles nor the largest */
-    float *parts;         /* [pieces][tiles * tile_rows][rows of W], for the smallest tiles */
+    uint16_t *u;          /* [tiles * tile_rows][I] f16; of fixed tiles */
+    float *carries;       /* of small tiles: sums that blocks leave for others, and what blocks tell each other */
+    uint32_t *flags;
     uint32_t tile_rows, n_tiles;
     size_t bytes;
 };
@@ -36,7 +37,9 @@ struct moe_scratch {
 #define MOE_FEW_ROWS      128u /* and up to MOE_FEW_SLOTS slots: one block routes and sorts */
 #define MOE_FEW_SLOTS     1024u
 #define MOE_ROUTER_SLICES 18u /* of k, whose logits it adds */
-#define MOE_PARTS_BYTES   ((size_t)16 << 20)
+#define MOE_FEW_TILE      32u /* up to here one kernel makes both products */
+#define MOE_FEW_BLOCKS    144u
+#define MOE_FEW_FLAGS     (2 * MOE_FEW_BLOCKS + 1)
 
 /* Tokens of a tile, for a batch whose experts have n_rows * top_k / n_experts rows on average: enough for most experts
  * to need one tile, as few as can be, since they all cost. */
@@ -69,24 +72,27 @@ static inline struct moe_scratch moe_lay_out_tiles(char *base, uint32_t tile_row
                                                    uint32_t n_experts, uint32_t hidden, uint32_t intermediate)
 {
     struct moe_scratch z;
-    uint32_t slots = n_rows * top_k, wide = TD_X_ROUND(2 * intermediate > hidden ? 2 * intermediate : hidden, 16u);
+    uint32_t slots = n_rows * top_k;
     size_t at = 0, kh = (hidden + TD_XT - 1) / TD_XT, ki = (intermediate + TD_XT - 1) / TD_XT;
     z.tile_rows = tile_rows;
     z.n_tiles = moe_tiles_max(slots, n_experts, z.tile_rows);
-    bool is_small = z.tile_rows == MOE_SMALLEST_TILE;
-    size_t rows = (size_t)z.n_tiles * z.tile_rows, one_piece = rows * wide * sizeof(float);
+    bool is_small = z.tile_rows <= MOE_FEW_TILE;
+    size_t rows = (size_t)z.n_tiles * z.tile_rows;
     z.x = (uint8_t *)moe_take(base, &at, rows * kh * TD_XT);
     z.u_codes = (uint8_t *)moe_take(base, &at, rows * ki * TD_XT);
     z.sx = (float *)moe_take(base, &at, rows * kh * sizeof(float));
     z.su = (float *)moe_take(base, &at, rows * ki * sizeof(float));
-    z.u = (uint16_t *)moe_take(base, &at, is_small || z.tile_rows == MOE_MANY_TILE ? 0 : rows * intermediate * sizeof(uint16_t));
+    z.u = (uint16_t *)moe_take(base, &at,
+                               is_small || z.tile_rows == MOE_MANY_TILE ? 0 : rows * intermediate * sizeof(uint16_t));
     z.logits = (float *)moe_take(
         base, &at, (size_t)n_rows * n_experts * sizeof(float) * (n_rows > MOE_FEW_ROWS ? 1 : MOE_ROUTER_SLICES));
     z.sorted.slot_of = (uint32_t *)moe_take(base, &at, rows * sizeof(uint32_t));
     z.sorted.padded_of = (uint32_t *)moe_take(base, &at, slots * sizeof(uint32_t));
     z.sorted.tiles = (struct slot_tile *)moe_take(base, &at, z.n_tiles * sizeof(struct slot_tile));
     z.sorted.n_tiles = (uint32_t *)moe_take(base, &at, sizeof(uint32_t));
-    z.parts = (float *)moe_take(base, &at, !is_small ? 0 : one_piece > MOE_PARTS_BYTES ? one_piece : MOE_PARTS_BYTES);
+    z.carries =
+        (float *)moe_take(base, &at, is_small ? (size_t)2 * MOE_FEW_BLOCKS * z.tile_rows * 256 * sizeof(float) : 0);
+    z.flags = (uint32_t *)moe_take(base, &at, MOE_FEW_FLAGS * sizeof(uint32_t));
     z.bytes = at;
     return z;
 }
