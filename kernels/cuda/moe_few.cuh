@@ -215,7 +215,8 @@ template <int N, td_expert_form FORM> struct few_consumer {
                 float2 o = *reinterpret_cast<const float2 *>(all + w * N + i * 8 + t * 2);
                 m.x = fmaxf(m.x, o.x), m.y = fmaxf(m.y, o.y);
             }
-            const float sx = fmaxf(m.x, 1e-4f) / 448.0f, sy = fmaxf(m.y, 1e-4f) / 448.0f;
+            const float sx = TRAP(FP8_ONE_SCALE) ? 4 / 448.0f : fmaxf(m.x, 1e-4f) / 448.0f,
+                        sy = TRAP(FP8_ONE_SCALE) ? 4 / 448.0f : fmaxf(m.y, 1e-4f) / 448.0f;
             const uint32_t col = i * 8 + t * 2;
             uint32_t codes = two_codes(v[2 * i] * (1.0f / sx), v[2 * i + 1] * (1.0f / sy)); /* a unit's, two tokens */
             codes |= __shfl_down_sync(~0u, codes, 4) << 16;
