@@ -7,18 +7,7 @@
 #include "common/engine/kv_split.h"
 #include "common/engine/sample.h"
 #include "common/metrics/metrics.h"
-
-/* How long steps take: medians, which outliers do not move. */
-struct pace {
-    double decode_ns; /* of a step that only decodes; 0: not known */
-    double token_ns;  /* of a token more that is prefilled in it; 0: not known */
-};
-#define PACE_STEP 16.0 /* the share of itself by which a median follows */
-/* Of the time of a step that only decodes, for prompts on top of it: with what a measurement may be off it stays
- * within twice that time. */
-#define PACE_SHARE 0.7
-
-static void follow(double *median, double x) { *median += (x > *median ? *median : -*median) / PACE_STEP; }
+#include "decode/pace.h"
 
 struct td_decode_sched {
     struct td_decode_sched_options o;
@@ -26,7 +15,7 @@ struct td_decode_sched {
     struct td_decode_sched_owner owner;
     struct td_list queue, batch; /* both oldest first */
     uint32_t n_queued, n_running;
-    struct pace pace;
+    struct td_decode_pace pace;
     bool has_stalled;
     struct step {
         struct td_batch batch;
@@ -342,19 +331,13 @@ static void fill_segment(struct td_decode_seq *q, struct td_segment *seg)
     if (q->n_step == n_pending(q)) td_token_request_want_token(q->req, q->n_draws, seg);
 }
 
-/* Where a row costs what a row costs, a quarter more are never too many. */
-static double least_beside(uint32_t n_decoding) { return n_decoding / 4 > 0 ? n_decoding / 4 : 1; }
-
 /* Prompt tokens that the next step may compute. */
 static uint32_t local_budget(const struct td_decode_sched *s)
 {
     uint32_t n_decoding = 0;
     TD_LIST_FOREACH (it, &s->batch) n_decoding += n_pending(TD_LIST_ENTRY(it, struct td_decode_seq, link)) == 1;
     if (n_decoding == 0) return s->o.chunk_tokens;
-    double least = least_beside(n_decoding), n = least;
-    if (s->pace.token_ns > 0) n = PACE_SHARE * s->pace.decode_ns / s->pace.token_ns;
-    if (n < least) n = least;
-    return n < s->o.chunk_tokens ? (uint32_t)n : s->o.chunk_tokens;
+    return td_decode_pace_budget(&s->pace, n_decoding, s->o.chunk_tokens);
 }
 
 static void observe(struct td_decode_sched *s, const struct td_batch *b, uint64_t took_ns)
@@ -366,21 +349,7 @@ static void observe(struct td_decode_sched *s, const struct td_batch *b, uint64_
         else
             n_prompt += b->segments[i].n_tokens;
     }
-    if (took_ns == 0 || n_decoding == 0) return;
-    struct pace *p = &s->pace;
-    double took = (double)took_ns;
-    if (p->decode_ns == 0) {
-        if (n_prompt == 0) p->decode_ns = took;
-        return;
-    }
-    if (n_prompt == 0) {
-        follow(&p->decode_ns, took);
-        return;
-    }
-    if (p->token_ns == 0) p->token_ns = p->decode_ns / n_decoding; /* a row for a row, until it is known better */
-    follow(&p->token_ns, (took - p->decode_ns) / n_prompt);
-    double lowest = PACE_SHARE * p->decode_ns / s->o.chunk_tokens; /* lower makes no difference */
-    if (p->token_ns < lowest) p->token_ns = lowest;
+    td_decode_pace_note(&s->pace, n_decoding, n_prompt, s->o.chunk_tokens, took_ns);
 }
 
 /* The token that is being drawn is its last, whatever it is. */
