@@ -4,9 +4,9 @@
  * 128 of k: the tensor core starts from zero, and its sum times both scales is added in f32 to what began as the bias. W in
  * MXFP4 is widened in registers on its way.
  *
- * Work is dealt out so that multiprocessors do not ask for the same bytes at once: with few tokens each block has a run of
- * row tiles of its own. They leave too little work for all multiprocessors: then k is cut into pieces, whose sums a later
- * kernel adds in their order. Many tokens an expert: moe_many.cuh.
+ * Each block has a run of row tiles of its own, so that multiprocessors do not ask for the same bytes at once. One width for
+ * every batch, where rows must not depend on their company; few tokens an expert: moe_few.cuh, many: moe_many.cuh, which share
+ * helpers of this file.
  *
  * The lists of tiles were written two kernels earlier at least, so they and W are read before before(). */
 #ifndef TD_KERNELS_CUDA_MOE_EXPERTS_CUH
@@ -20,14 +20,9 @@
 #include "kernels/cuda/traps.cuh"
 #include "kernels/cuda/wgmma_fp8.cuh"
 
-/* A pair of warpgroups covers a tile's rows. With few tokens a stage is little work but long to wait for: two pairs take
- * turns at the stages, each with sums of its own. A place in the ring is always the same pair's: one that took another's next
- * could be a lap ahead of its barrier. A warp copies; with many tokens a warpgroup, since only those can give
- * registers away. */
-#define EXPERT_PAIR         256
-#define EXPERT_PAIRS(n)     ((n) <= 32 ? 2 : 1)
-#define EXPERT_CONSUMERS(n) (EXPERT_PAIR * EXPERT_PAIRS(n))
-#define EXPERT_THREADS(n)   (EXPERT_CONSUMERS(n) + ((n) <= 32 ? 32 : 128))
+/* Two warpgroups cover a tile's rows; a third, of which one thread copies, gives its registers to them. */
+#define EXPERT_CONSUMERS 256
+#define EXPERT_THREADS   (EXPERT_CONSUMERS + 128)
 
 struct expert_gemm {
     const uint8_t *w; /* of the first expert; expert e's lies e * w_bytes further */
@@ -92,12 +87,11 @@ struct expert_down {
 
 template <int N, td_expert_form FORM> struct expert_ring {
     static constexpr int w_bytes = FORM == TD_EXPERTS_FP8 ? TD_XT * TD_XT_FP8 : TD_XT / 16 * TD_XT_MXFP4;
-    static constexpr size_t sums_bytes = EXPERT_PAIRS(N) > 1 ? 2 * EXPERT_PAIR * (N / 2) * sizeof(float) : 0;
     /* Nearly all of the shared memory: a second block on the multiprocessor would leave another one without. */
-    static constexpr int stages = (208 * 1024 - (int)sums_bytes) / (w_bytes + N * 132) / EXPERT_PAIRS(N) * EXPERT_PAIRS(N);
+    static constexpr int stages = 208 * 1024 / (w_bytes + N * 132);
     static constexpr size_t x_at = 0, w_at = x_at + (size_t)stages * N * 128, sx_at = w_at + (size_t)stages * w_bytes,
-                            bars_at = sx_at + (size_t)stages * N * 4, tables_at = bars_at + 16 * stages, sums_at = tables_at + 32 * 8,
-                            bytes = sums_at + sums_bytes + 1024;
+                            bars_at = sx_at + (size_t)stages * N * 4, tables_at = bars_at + 16 * stages,
+                            bytes = tables_at + 32 * 8 + 1024;
 };
 
 static __device__ __forceinline__ void copy_bytes(void *to, const void *from, uint32_t n, uint64_t *bar)
@@ -145,9 +139,9 @@ static __device__ __forceinline__ void widen_word(uint32_t word, uint2 table, ui
     *far = permute_bytes(table.x, table.y, m >> 16) | (word << 4 & 0x80808080u);
 }
 
-/* What a block works on, in the order it does. GROUP: token tiles of a group; 0: each block has a run. */
-template <uint32_t GROUP> struct expert_work {
-    uint32_t item, end, n_tiles, tile, row_tile, piece, k, k_end;
+/* What a block works on, in the order it does. */
+struct expert_work {
+    uint32_t item, end, tile, row_tile, piece, k, k_end;
     struct slot_tile slots;
 
     __device__ __forceinline__ bool open(const expert_gemm &g)
@@ -155,15 +149,8 @@ template <uint32_t GROUP> struct expert_work {
         if (item >= end) return false;
         piece = item % g.pieces;
         uint32_t i = item / g.pieces;
-        if constexpr (GROUP == 0) {
-            row_tile = i % g.row_tiles;
-            tile = i / g.row_tiles;
-        } else {
-            uint32_t first = i / (GROUP * g.row_tiles) * GROUP, n = min(n_tiles - first, GROUP);
-            i -= first * g.row_tiles;
-            tile = first + i % n;
-            row_tile = i / n;
-        }
+        row_tile = i % g.row_tiles;
+        tile = i / g.row_tiles;
         slots = g.tiles[tile];
         k = piece * g.k_tiles / g.pieces;
         k_end = (piece + 1) * g.k_tiles / g.pieces;
@@ -171,28 +158,26 @@ template <uint32_t GROUP> struct expert_work {
     }
     __device__ __forceinline__ bool start(const expert_gemm &g)
     {
-        n_tiles = *g.n_tiles;
-        const uint32_t n = n_tiles * g.row_tiles * g.pieces;
-        item = GROUP == 0 ? (uint32_t)((uint64_t)n * blockIdx.x / gridDim.x) : blockIdx.x;
-        end = GROUP == 0 ? (uint32_t)((uint64_t)n * (blockIdx.x + 1) / gridDim.x) : n;
+        const uint32_t n = *g.n_tiles * g.row_tiles * g.pieces;
+        item = (uint32_t)((uint64_t)n * blockIdx.x / gridDim.x);
+        end = (uint32_t)((uint64_t)n * (blockIdx.x + 1) / gridDim.x);
         return open(g);
     }
     __device__ __forceinline__ bool next(const expert_gemm &g)
     {
-        item += GROUP == 0 ? 1 : gridDim.x;
+        item++;
         return open(g);
     }
     __device__ __forceinline__ bool next_k(const expert_gemm &g) { return ++k < k_end || next(g); }
 };
 
 template <int N, td_expert_form FORM, class Epilogue>
-static __global__ void __launch_bounds__(EXPERT_THREADS(N), 1)
+static __global__ void __launch_bounds__(EXPERT_THREADS, 1)
     experts(const expert_gemm g, const Epilogue store)
 {
     using ring = expert_ring<N, FORM>;
     constexpr int STAGES = ring::stages, R = N / 2;
     extern __shared__ uint8_t raw[];
-    constexpr uint32_t PAIRS = EXPERT_PAIRS(N);
     uint8_t *base = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~(uintptr_t)1023);
     uint32_t base_at = smem_addr(base);
     asm volatile("" : "+r"(base_at)); /* else it is worked out again and again */
@@ -206,7 +191,7 @@ static __global__ void __launch_bounds__(EXPERT_THREADS(N), 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(&full[i], 1);
-            barrier_init(&empty[i], EXPERT_PAIR / 32);
+            barrier_init(&empty[i], EXPERT_CONSUMERS / 32);
         }
         barrier_init_fence();
     }
@@ -216,11 +201,11 @@ static __global__ void __launch_bounds__(EXPERT_THREADS(N), 1)
     }
     __syncthreads();
 
-    expert_work<N <= 64 ? 0 : 8> at;
+    expert_work at;
     bool is_open = at.start(g);
-    if (threadIdx.x >= EXPERT_CONSUMERS(N)) {
-        if constexpr (N > 32) regs_less<40>();
-        if (threadIdx.x != EXPERT_CONSUMERS(N)) return;
+    if (threadIdx.x >= EXPERT_CONSUMERS) {
+        regs_less<40>();
+        if (threadIdx.x != EXPERT_CONSUMERS) return;
         auto rows_of = [&](const auto &a) { return min(g.n_rows - a.row_tile * TD_XT, TD_XT); };
         auto copy_w = [&](const auto &a, uint32_t st) {
             uint32_t rows = rows_of(a), bytes = (uint32_t)td_expert_rows_bytes(FORM, rows);
@@ -258,12 +243,12 @@ static __global__ void __launch_bounds__(EXPERT_THREADS(N), 1)
         return;
     }
 
-    if constexpr (N > 32) regs_more<232>();
-    const uint32_t pair = threadIdx.x / EXPERT_PAIR, wg = threadIdx.x % EXPERT_PAIR / 128;
-    const uint32_t warp = threadIdx.x % EXPERT_PAIR / 32, lane = threadIdx.x % 32, gr = lane / 4, t = lane % 4;
+    regs_more<232>();
+    const uint32_t wg = threadIdx.x % EXPERT_CONSUMERS / 128;
+    const uint32_t warp = threadIdx.x % EXPERT_CONSUMERS / 32, lane = threadIdx.x % 32, gr = lane / 4, t = lane % 4;
     before();
-    uint32_t n_before = 0, n_items = 0; /* stages of items that are done; those */
-    for (; is_open; n_before += at.k_end - at.k, n_items++, is_open = at.next(g)) {
+    uint32_t n_before = 0; /* stages of items that are done */
+    for (; is_open; n_before += at.k_end - at.k, is_open = at.next(g)) {
         const uint32_t w_row = at.row_tile * TD_XT + warp * 16 + gr; /* and + 8 */
         const bool is_idle = at.row_tile * TD_XT + wg * 64 >= g.n_rows;
         const float *scales = reinterpret_cast<const float *>(g.w + at.slots.expert * g.w_bytes + g.scales_at) +
@@ -271,9 +256,7 @@ static __global__ void __launch_bounds__(EXPERT_THREADS(N), 1)
         const float my_scale = lane < g.k_tiles ? scales[lane] : 0;
         float acc[R], part[R];
         float lo = 0, hi = 0;
-        /* The pair that has the first of k starts from the bias. */
-        const uint32_t first = at.k + (PAIRS > 1 && n_before % PAIRS != pair);
-        if (g.bias != nullptr && first == 0) {
+        if (g.bias != nullptr && at.k == 0) {
             const float *bias = g.bias + (size_t)at.slots.expert * g.n_rows;
             if (w_row < g.n_rows) lo = bias[w_row], hi = bias[w_row + 8];
         }
@@ -296,14 +279,13 @@ static __global__ void __launch_bounds__(EXPERT_THREADS(N), 1)
             }
         };
         if constexpr (FORM == TD_EXPERTS_MXFP4) {
-            if (first < at.k_end && !is_idle) {
-                const uint32_t n = n_before + first - at.k;
-                barrier_wait(&full[n % STAGES], n / STAGES & 1);
-                widen(n % STAGES, a);
+            if (at.k < at.k_end && !is_idle) {
+                barrier_wait(&full[n_before % STAGES], n_before / STAGES & 1);
+                widen(n_before % STAGES, a);
             }
         }
-        for (uint32_t k = first; k < at.k_end; k += PAIRS) {
-            const uint32_t n = n_before + k - at.k, st = n % STAGES, next = n + PAIRS;
+        for (uint32_t k = at.k; k < at.k_end; k++) {
+            const uint32_t n = n_before + k - at.k, st = n % STAGES, next = n + 1;
             if (is_idle) {
                 barrier_wait(&full[st], n / STAGES & 1);
                 if (lane == 0) barrier_arrive(&empty[st]);
@@ -331,7 +313,7 @@ static __global__ void __launch_bounds__(EXPERT_THREADS(N), 1)
                 both[i] = make_float2(__uint_as_float(v.x) * scale, __uint_as_float(v.y) * scale);
             }
             if constexpr (FORM == TD_EXPERTS_MXFP4) {
-                if (k + PAIRS < at.k_end) { /* while the tensor core works */
+                if (k + 1 < at.k_end) { /* while the tensor core works */
                     barrier_wait(&full[next % STAGES], next / STAGES & 1);
                     widen(next % STAGES, a_next);
                 }
@@ -353,17 +335,6 @@ static __global__ void __launch_bounds__(EXPERT_THREADS(N), 1)
 #pragma unroll
                     for (int j = 0; j < 4; j++) a[s][j] = a_next[s][j];
             }
-        }
-        if constexpr (PAIRS > 1) { /* one barrier an item: the buffers take turns */
-            float *sums = reinterpret_cast<float *>(base + ring::sums_at) + n_items % 2 * (EXPERT_PAIR * R) +
-                          threadIdx.x % EXPERT_PAIR;
-            if (pair == 1)
-#pragma unroll
-                for (int i = 0; i < R; i++) sums[i * EXPERT_PAIR] = acc[i];
-            named_barrier<1, EXPERT_CONSUMERS(N)>();
-            if (pair == 1) continue;
-#pragma unroll
-            for (int i = 0; i < R; i++) acc[i] += sums[i * EXPERT_PAIR];
         }
         if (is_idle) continue;
 #pragma unroll

@@ -101,7 +101,7 @@ static cudaError_t experts_start(const struct td_cuda_stream *s, const expert_ge
     const int bytes = (int)expert_ring<N, FORM>::bytes;
     cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (e != cudaSuccess) return e;
-    return launch(kernel, td_min_u32(n_items, (uint32_t)s->n_sms), EXPERT_THREADS(N), bytes, s->s, g, store);
+    return launch(kernel, td_min_u32(n_items, (uint32_t)s->n_sms), EXPERT_THREADS, bytes, s->s, g, store);
 }
 
 static expert_gemm shape_of(const struct moe_scratch *z, const struct td_expert_layout *l, const struct td_weight *first,
